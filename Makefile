@@ -1,0 +1,43 @@
+# Fast start: `make demo`. For a CPU-only PyTorch from the official index on Linux:
+#   make setup TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_ARGS ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint bench clean
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## Make .venv with the tested versions of everything (again only when they change)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed; set it with: make setup PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet torch -c constraints.txt $(TORCH_ARGS)
+	$(VENV)/bin/python -m pip install --quiet -e '.[dev]' -c constraints.txt
+	@touch $@
+	@echo "drafttrain is installed in $(VENV). Next: make demo"
+
+demo: setup ## Train and measure drafts for a small real model on the CPU, end to end
+	$(VENV)/bin/python -m drafttrain demo
+
+test: setup ## Run the tests
+	$(VENV)/bin/python -m pytest
+
+lint: setup ## Check style and formatting with ruff
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+
+bench: setup ## Run the tests that measure time
+	$(VENV)/bin/python -m pytest -m bench
+
+clean: ## Remove .venv and every cache; checkpoints stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find drafttrain scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+"""The interfaces of every draft: a Proposer drafts tokens for the evaluator, a Draft is trained and yields a Proposer."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.errors import UserError
+from drafttrain.nn.fused_losses import StepFigures
+from drafttrain.nn.sampling import Sampling, Streams
+from drafttrain.target import Target, TargetStep
+
+
+class DraftError(UserError):
+    """A draft checkpoint that is missing, broken, or does not belong to the target."""
+
+
+@dataclass
+class Proposal:
+    """Drafted tokens of one round.
+
+    tokens int64 [B, N] and lengths int64 [B] (drafted tokens of each row, 0..N); parents int64 [B, N] names each node's parent
+    node (-1: the last committed token), None for a chain. q fp32 [B, N, Vd]: the distribution each token was drawn from, after
+    temperature, top-k and top-p, over the target ids q_ids [Vd]; None: one-hot.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    parents: Tensor | None = None
+    q: Tensor | None = None
+    q_ids: Tensor | None = None
+
+
+class Proposer(ABC):
+    """Drafts tokens for a batch of requests. The evaluator knows drafts only through these calls."""
+
+    feature_layers: Sequence[int] = ()
+    """The hs[k] it reads from each TargetStep, ascending."""
+
+    @abstractmethod
+    def begin(self, step: TargetStep, next_token: Tensor, sampling: Sampling, streams: Streams) -> None:
+        """Start on prefilled prompts: `step` holds them, next_token [B] is the token the target chose after them."""
+
+    @abstractmethod
+    def propose(self, k: Tensor) -> Proposal:
+        """Draft up to k[b] tokens for row b (int64 [B], 0 allowed) that follow the last committed token."""
+
+    @abstractmethod
+    def advance(self, step: TargetStep, path: Tensor, next_token: Tensor) -> None:
+        """After verification: path int64 [B, D] lists the accepted nodes of the proposal from the root down, -1 padded;
+        next_token [B] follows them. Column 0 of `step` is the last committed token, column i + 1 node i."""
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, in this order."""
+
+
+@dataclass
+class Batch:
+    """A right-padded training batch. labels[b, p] = x[p+2] where row p is trained at step 0, -100 elsewhere.
+
+    input_ids int64 [B, T], loss_mask bool [B, T] (1: the target produces this token), lengths int64 [B]; attached by a
+    FeatureSource: features [B, T, A*Ht] (ascending layers), last_hidden [B, T, Ht] (un-normed hs[n]), target_lse fp32 [B, T],
+    target_argmax int64 [B, T].
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    lengths: Tensor
+    labels: Tensor
+    index: Tensor
+    features: Tensor | None = None
+    last_hidden: Tensor | None = None
+    target_lse: Tensor | None = None
+    target_argmax: Tensor | None = None
+
+
+@dataclass
+class DraftLoss:
+    """What a draft's forward returns: the weighted objective as a SUM over rows, and detached sums for each step."""
+
+    objective: Tensor
+    figures: StepFigures
+
+
+class Draft(nn.Module, ABC):
+    """A trainable draft. Calling it IS the loss; the frozen target's tensors it uses are plain attributes, not state."""
+
+    method: ClassVar[str]
+    feature_layers: list[int]
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> DraftLoss:
+        """The objective of one batch, under the module that owns the weights."""
+
+    @abstractmethod
+    def attach(self, target: Target) -> Self:
+        """Take the frozen tensors it reads (embeddings, teacher's head rows) from the target; returns itself."""
+
+    @abstractmethod
+    def proposer(self, target: Target) -> Proposer:
+        """A proposer that drafts for this target with this module's weights."""
+
+    @abstractmethod
+    def save_pretrained(self, folder: Path) -> None:
+        """Write config and weights (fp32 masters included) into an existing folder."""
+
+
+def supervised_rows(loss_mask: Tensor, steps: int) -> Tensor:
+    """Which rows count at each unroll step: bool [steps, B, T] from loss_mask bool [B, T].
+
+    Row p counts at step k iff x[p+1] .. x[p+2+k] are all supervised, so the first row used in serving (the last prompt position)
+    is trained and nothing past the turn's end is.
+    """
+    B, T = loss_mask.shape
+    out = torch.zeros(steps, B, T, dtype=torch.bool, device=loss_mask.device)
+    running = loss_mask.roll(-1, 1)
+    for k in range(steps):
+        if T > 2 + k:
+            out[k, :, : T - 2 - k] = running[:, : T - 2 - k] & loss_mask[:, 2 + k :]
+            running = running.clone()
+            running[:, : T - 2 - k] &= loss_mask[:, 2 + k :]
+    return out
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 hex of the vocabulary: equal exactly when every token has the same id."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def write_provenance(folder: Path, target: Target, **details: Any) -> None:
+    """drafttrain.json beside a draft's config: which target and tokenizer it was made for."""
+    facts = {
+        "target": target.name,
+        "target_fingerprint": target.fingerprint,
+        "tokenizer_sha256": None if target.tokenizer is None else tokenizer_hash(target.tokenizer),
+        **details,
+    }
+    (folder / "drafttrain.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def check_provenance(folder: Path, target: Target) -> None:
+    """DraftError when the folder says that it was made for another tokenizer. Drafts from elsewhere say nothing and pass."""
+    path = folder / "drafttrain.json"
+    if not path.exists() or target.tokenizer is None:
+        return
+    made_for = json.loads(path.read_text())
+    expected = made_for.get("tokenizer_sha256")
+    if expected and expected != tokenizer_hash(target.tokenizer):
+        raise DraftError(
+            f"{folder}: this draft was trained for {made_for.get('target')} with another tokenizer than {target.name}'s. "
+            "Expected the same vocabulary, id by id. Mend: give the target it was trained for, or train a draft for this one."
+        )

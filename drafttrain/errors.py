@@ -1,0 +1,5 @@
+"""The one base of every error that a user can cause: what was found, what was expected, and the mend."""
+
+
+class UserError(ValueError):
+    """Something a user can get wrong. The command line prints its message without a traceback and exits with 1."""

@@ -1,0 +1,1 @@
+"""Building blocks shared by training and serving: attention, losses, caches, sampling."""

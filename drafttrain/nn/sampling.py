@@ -1,0 +1,131 @@
+"""One place for temperature, top-k, top-p and random numbers, used for the target's p and the draft's q alike.
+
+Every request owns one CPU generator seeded from (seed, request index) and draws by inverse CDF from given uniforms, so a row of
+a batch equals its batch-1 run and the q that a token was drawn from is the very tensor that enters the acceptance ratio.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+
+class SamplingError(UserError):
+    """Sampling settings out of range, or logits that hold NaN."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
+
+    draft_mode: "one_hot" drafts greedily and verifies against a one-hot q (vLLM's default); "probabilistic" draws the drafts
+    from q, warped exactly like p.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    draft_mode: Literal["one_hot", "probabilistic"] = "one_hot"
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise SamplingError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p is {self.top_p}, expected a share above 0 and at most 1 (1 switches it off)")
+        if self.top_k < 0:
+            raise SamplingError(f"top_k is {self.top_k}, expected 0 (off) or more")
+        if self.draft_mode not in ("one_hot", "probabilistic"):
+            raise SamplingError(f"draft_mode is {self.draft_mode!r}, expected one_hot or probabilistic")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts are drawn from q (and a q is kept) instead of taken greedily."""
+        return not self.greedy and self.draft_mode == "probabilistic"
+
+    @property
+    def mode(self) -> str:
+        """The name of this mode in reports: greedy, one_hot or probabilistic."""
+        return "greedy" if self.greedy else self.draft_mode
+
+
+def greedy_choice(logits: Tensor) -> Tensor:
+    """Index of the largest logit: [..., V] -> int64 [...]. Raises SamplingError where a logit is NaN."""
+    best, index = logits.max(-1)
+    _refuse_nan(best)
+    return index
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities fp32 [..., V] after temperature, then top-k, then top-p. At temperature 0 all mass is on the argmax.
+
+    top-p keeps the smallest set of most likely tokens whose mass reaches top_p. Raises SamplingError where a logit is NaN.
+    """
+    if sampling.greedy:
+        return torch.zeros(logits.shape, device=logits.device).scatter_(-1, greedy_choice(logits)[..., None], 1.0)
+    scaled = logits.float() / sampling.temperature
+    _refuse_nan(scaled.amax(-1))
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        threshold = scaled.topk(sampling.top_k, -1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    probabilities = scaled.softmax(-1)
+    if sampling.top_p < 1:
+        ranked, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        beyond = ranked.cumsum(-1) - ranked >= sampling.top_p
+        probabilities = probabilities.scatter(-1, order, ranked.masked_fill(beyond, 0.0))
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one index a row: weights [..., V] (need not sum to one), uniforms float64 [...] in [0, 1) -> int64 [...].
+
+    An index of weight zero is never returned.
+    """
+    cumulative = weights.double().cumsum(-1)
+    goal = uniforms.to(cumulative)[..., None] * cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, goal, right=True)
+    # A goal rounded up to the total would fall off the end: the last index that has weight is meant.
+    last = torch.searchsorted(cumulative, cumulative[..., -1:].contiguous(), right=False)
+    return torch.minimum(index, last)[..., 0]
+
+
+def _refuse_nan(largest: Tensor) -> None:
+    if torch.isnan(largest).any():
+        raise SamplingError(
+            "the logits hold NaN: expected finite numbers; check the checkpoint, or load the model in bfloat16 or float32 instead of float16"
+        )
+
+
+class Streams:
+    """One random stream for each request of a batch; `rows` are request indices, kept as the batch shrinks."""
+
+    def __init__(self, seed: int, requests: Sequence[int]):
+        self._generators = [_generator(seed, request) for request in requests]
+
+    def uniforms(self, counts: Sequence[int], width: int) -> Tensor:
+        """float64 [B, width]: row b holds counts[b] fresh uniforms of its own stream, the rest is zero."""
+        out = torch.zeros(len(self._generators), width, dtype=torch.float64)
+        for row, (generator, count) in enumerate(zip(self._generators, counts, strict=True)):
+            if count:
+                out[row, :count] = torch.rand(count, generator=generator, dtype=torch.float64)
+        return out
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in this order."""
+        self._generators = [self._generators[row] for row in rows]
+
+
+def _generator(seed: int, request: int) -> torch.Generator:
+    # The two numbers are mixed (splitmix64) so that neighbouring requests and seeds do not share streams.
+    state = (seed * 0x9E3779B97F4A7C15 + request * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) % 2**64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    return torch.Generator().manual_seed((state ^ (state >> 31)) % 2**63)

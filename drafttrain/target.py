@@ -1,0 +1,381 @@
+"""The frozen target: loading (folder, hub, GGUF), hs[k] by forward hooks, and the rows of its head.
+
+hs[k] is the residual stream after k decoder layers: hs[0] the embedding output, hs[n] BEFORE the final norm."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from drafttrain.nn.cache import RaggedCache, additive, visible
+from drafttrain.target_files import (
+    TargetError,
+    add_part,
+    choose_device,
+    choose_dtype,
+    find_folder,
+    fingerprint_folder,
+    read_config,
+    read_model,
+    read_tokenizer,
+)
+
+__all__ = [
+    "Target",
+    "TargetError",
+    "TargetHead",
+    "TargetStep",
+    "check_feature_layers",
+    "default_feature_layers",
+    "load_target",
+]
+
+END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>")
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """[2, n//2, n-3], the ids the engines take by default; TargetError for n < 7, where they are not distinct."""
+    if num_layers < 7:
+        raise TargetError(
+            f"The target has {num_layers} layers and the default features [2, n//2, n-3] are distinct only from 7 on. "
+            f"Mend: give features.layers, ascending within 0..{num_layers}."
+        )
+    return [2, num_layers // 2, num_layers - 3]
+
+
+def check_feature_layers(layers: Sequence[int], num_layers: int) -> list[int]:
+    """The ids as a list; TargetError unless they ascend, are distinct and lie within 0..n."""
+    ids = list(layers)
+    ascending = all(low < high for low, high in pairwise(ids))
+    if not ids or not ascending or ids[0] < 0 or ids[-1] > num_layers:
+        raise TargetError(
+            f"features.layers is {ids}. Expected ascending distinct numbers within 0..{num_layers}: k means the "
+            f"residual stream after k of the target's {num_layers} layers."
+        )
+    return ids
+
+
+@dataclass
+class TargetStep:
+    """One forward of the target over N new tokens of each row, and what drafts read from it.
+
+    tokens, positions int64 [B, N]; lengths int64 [B]: the real tokens of each row; logits [B, N, V] raw ([B, 1, V], each
+    row's last real token, after a prefill); features [B, N, A*Ht] of the asked layers, ascending; last_hidden [B, N, Ht] =
+    hs[n] un-normed. What lies beyond `lengths` is padding."""
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: Tensor
+    logits: Tensor
+    features: Tensor | None
+    last_hidden: Tensor
+
+
+class TargetHead:
+    """Final norm, chosen head rows, then logit scale or soft-cap, of a frozen target.
+
+    norm: the model's own final norm; weight [R, Ht]; bias [R] or None; softcap c: c * tanh(z / c); scale: z * scale;
+    normed: hidden states given to __call__ have the final norm behind them already. Tensors are plain attributes: they
+    enter no state dict, optimizer or DDP when a draft holds the head."""
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+        normed: bool = False,
+    ):
+        self.norm, self.weight, self.bias = norm, weight, bias
+        self.softcap, self.scale, self.input_normed = softcap, scale, normed
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [.., Ht] -> logits [.., R] in the weight's dtype."""
+        return self.logits(hidden if self.input_normed else self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm alone: [.., Ht] -> [.., Ht] in the weight's dtype."""
+        return self.norm(hidden.to(self.weight.device, self.weight.dtype))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The rest: normed [.., Ht] -> logits [.., R]. Made contiguous first: a strided bf16 input to a head of 262k
+        rows takes a path many times slower on CPUs."""
+        normed = normed.to(self.weight.device, self.weight.dtype).contiguous()
+        logits = nn.functional.linear(normed, self.weight, self.bias)
+        if self.scale is not None:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class Target:
+    """A frozen causal language model and what the toolkit reads from it. Not an nn.Module: no draft can own it.
+
+    model, tokenizer, config (the TEXT config), name, folder (None for a model in memory), num_layers n, hidden_size Ht,
+    vocab_size V (the config's, padding included), dtype, device, decoder (backbone of embed_tokens, layers and norm),
+    layers, final_norm, embed_weight [V, Ht] (the raw table, unscaled), lm_head_weight [V, Ht], stop_ids,
+    max_positions, rms_norm_eps, fingerprint."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        name: str,
+        folder: Path | None = None,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name, self.folder = tokenizer, name, folder
+        self.config: PretrainedConfig = model.config.get_text_config(decoder=True)
+        self._values = self.config.to_dict()
+        self.decoder, self.final_norm = find_decoder(model)
+        self.layers: nn.ModuleList = self.decoder.get_submodule("layers")
+        self.num_layers, self.hidden_size = len(self.layers), self.config.hidden_size
+        self.vocab_size = self.config.vocab_size
+        head = model.get_output_embeddings()
+        self.embed_weight = self.decoder.get_submodule("embed_tokens").weight
+        self.lm_head_weight, self.lm_head_bias = head.weight, head.bias
+        self.dtype, self.device = self.embed_weight.dtype, self.embed_weight.device
+        self.stop_ids = find_stop_ids(model, tokenizer)
+        self.max_positions: int = self.config.max_position_embeddings
+        self.head_dim: int = self._values.get("head_dim") or self.hidden_size // self.config.num_attention_heads
+        self.rms_norm_eps: float = first_value(self._values, EPSILONS, "the epsilon of its norms")
+        self.check_head()
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "model"):
+        """A target from a model in memory, e.g. a tiny random one. The model is set to eval and frozen."""
+        return cls(model, tokenizer, name)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 hex of what makes this target itself: its files, or config, tokenizer and weights when in memory."""
+        if self.folder is not None:
+            return fingerprint_folder(self.folder)
+        digest = hashlib.sha256()
+        values = {
+            key: value for key, value in self._values.items() if key not in ("_name_or_path", "transformers_version")
+        }
+        add_part(digest, "config", json.dumps(values, sort_keys=True, default=str).encode())
+        if self.tokenizer is not None:
+            vocabulary = [sorted(self.tokenizer.get_vocab().items()), self.tokenizer.chat_template]
+            add_part(digest, "tokenizer", json.dumps(vocabulary, sort_keys=True, default=str).encode())
+        for name, parameter in self.model.named_parameters():
+            sums = (parameter.double().sum().item(), parameter.double().square().sum().item())
+            add_part(digest, name, repr((tuple(parameter.shape), *sums)).encode())
+        return digest.hexdigest()
+
+    def rope(self) -> dict:
+        """{"rope_theta": float, "rope_scaling": dict | None} of the full-attention layers (the entry a draft takes)."""
+        parameters = self._values.get("rope_parameters") or {}
+        parameters = parameters.get("full_attention", parameters)
+        if "rope_theta" not in parameters:
+            raise TargetError(f"{self.name}: config.json gives no rope_theta. Expected a target with rotary positions.")
+        scaling = {
+            key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
+        }
+        plain = scaling.get("rope_type", "default") == "default"
+        return {"rope_theta": parameters["rope_theta"], "rope_scaling": None if plain else scaling}
+
+    @contextmanager
+    def capture(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Within the block every forward of the model fills the yielded dict: k -> hs[k] [B, T, Ht], k in 0..n.
+
+        hs[0] is the input of layer 0, hs[k] the output of layer k - 1. The hooks go at the end, whatever happens."""
+        states: dict[int, Tensor] = {}
+
+        def keep_input(module, args, kwargs):
+            states[0] = args[0] if args else kwargs["hidden_states"]
+
+        def keep_output(k):
+            def hook(module, args, output):
+                states[k] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = []
+        try:
+            for k in check_feature_layers(layers, self.num_layers):
+                if k == 0:
+                    handles.append(self.layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+                else:
+                    handles.append(self.layers[k - 1].register_forward_hook(keep_output(k)))
+            yield states
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def hidden_states(self, input_ids: Tensor, lengths: Tensor | None, layers: Sequence[int]) -> dict[int, Tensor]:
+        """k -> hs[k] [B, T, Ht] for each k in layers; hs[n] is un-normed. Only the backbone runs, without the head.
+
+        input_ids [B, T] padded on the right, lengths [B] the real tokens of each row or None (all). A causal model
+        needs no mask for that: padding lies in the future of every real token. Rows of padding come back as zeros."""
+        with self.capture(layers) as states:
+            self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
+        if lengths is None:
+            return states
+        positions = torch.arange(input_ids.shape[1], device=self.device)
+        padding = (positions[None, :] >= lengths.to(self.device)[:, None])[:, :, None]
+        return {k: state.masked_fill(padding.to(state.device), 0) for k, state in states.items()}
+
+    @torch.no_grad()
+    def step(
+        self,
+        tokens: Tensor,
+        cache: RaggedCache,
+        lengths: Tensor | None = None,
+        layers: Sequence[int] = (),
+        last_only: bool = False,
+    ) -> TargetStep:
+        """Run tokens int64 [B, N] (right-padded, lengths [B] real ones) behind what `cache` holds of each row.
+
+        Nothing is committed: raise cache.lengths by what is kept. last_only: logits of each row's last token alone."""
+        positions = cache.begin(tokens.shape[1])
+        if cache.key_count > self.max_positions:
+            raise TargetError(
+                f"{cache.key_count} positions are needed, {self.name} takes {self.max_positions}. "
+                "Mend: shorten the prompts or lower max_new_tokens."
+            )
+        lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
+        on_device = positions.to(self.device)
+        with self.capture(sorted({*layers, self.num_layers})) as states:
+            normed = self.decoder(
+                input_ids=tokens.to(self.device),
+                position_ids=on_device,
+                attention_mask=self._masks(on_device, cache.key_count),
+                cache=cache,
+                use_cache=True,
+            ).last_hidden_state
+        if last_only:
+            normed = normed[torch.arange(len(tokens)), lengths - 1][:, None]
+        logits = self._full_head.logits(normed)
+        features = torch.cat([states[k] for k in layers], -1) if layers else None
+        return TargetStep(tokens, positions, lengths, logits, features, states[self.num_layers])
+
+    @cached_property
+    def _full_head(self) -> TargetHead:
+        return self.head()
+
+    def _masks(self, positions: Tensor, key_count: int) -> Tensor | dict[str, Tensor]:
+        """Prepared 4-D masks in the form the model takes: one for each layer type, or a single one."""
+        window = self._values.get("sliding_window")
+        kinds = set(
+            self._values.get("layer_types") or (["full_attention"] if window is None else ["sliding_attention"])
+        )
+        unknown = kinds - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise TargetError(
+                f"{self.name} has layers of type {', '.join(sorted(unknown))}. Decoding here expects full or sliding "
+                "attention. Mend: evaluate this target in a serving engine."
+            )
+        masks = {}
+        for kind in kinds:
+            mask = visible(positions, key_count, window if kind == "sliding_attention" else None)
+            masks[kind] = mask if self.config._attn_implementation == "sdpa" else additive(mask, self.dtype)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def head(self, rows: Tensor | None = None) -> TargetHead:
+        """The head over the given vocabulary rows [R] (int64, a copy of them), or over all of them without a copy."""
+        weight, bias = self.lm_head_weight.detach(), self.lm_head_bias
+        if rows is not None:
+            weight = weight[rows.to(weight.device)]
+            bias = None if bias is None else bias[rows.to(bias.device)]
+        return TargetHead(self.final_norm, weight, bias, *logit_shape(self._values))
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """TargetError unless head(hs[n]) gives the model's own logits: no unknown scale or cap goes unnoticed."""
+        tokens = torch.arange(2, 6, device=self.device)[None] % self.vocab_size
+        with self.capture([self.num_layers]) as states:
+            expected = self.model(input_ids=tokens, use_cache=False).logits.float()
+        error = (self.head()(states[self.num_layers]).float() - expected).abs().max()
+        if not error <= 0.02 * expected.abs().max():
+            raise TargetError(
+                f"{self.name}: norm and head of {type(self.model).__name__} do not reproduce its logits (off by "
+                f"{error:.3g} of {expected.abs().max():.3g}). Expected finite softcap(scale * head(norm(hs[n]))). "
+                "Mend: choose another target, or another dtype if its numbers overflow."
+            )
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """The backbone that holds embed_tokens, layers and the final norm, and that norm; vision towers are passed over."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        children = dict(module.named_children())
+        layers = children.get("layers")
+        norms = [name for name in FINAL_NORMS if name in children]
+        if isinstance(layers, nn.ModuleList) and len(layers) == count and norms and "embed_tokens" in children:
+            return module, children[norms[0]]
+    raise TargetError(
+        f"{type(model).__name__} has no decoder stack that this package knows. Expected a module with embed_tokens, "
+        f"{count} layers and one of {', '.join(FINAL_NORMS)}. Mend: choose a target such as Llama, Qwen or Gemma."
+    )
+
+
+def logit_shape(values: dict) -> tuple[float | None, float | None]:
+    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's divisor."""
+    softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")
+    scale = values.get("logit_scale") or values.get("lm_head_multiplier")
+    if values.get("logits_scaling"):
+        scale = 1.0 / values["logits_scaling"]
+    return softcap, None if scale == 1.0 else scale
+
+
+def first_value(values: dict, names: Sequence[str], what: str):
+    """The first of the named config values that is there."""
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    raise TargetError(f"config.json does not say {what}. Expected one of {', '.join(names)}.")
+
+
+def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Ids that end the target's turn, ascending: the generation config's, the tokenizer's eos, end-of-turn specials.
+
+    <|end|> counts only without <|return|>: in gpt-oss it closes a message inside the turn."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    stops = set(configured if isinstance(configured, list) else [configured])
+    if tokenizer is not None:
+        stops.add(tokenizer.eos_token_id)
+        specials = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ends = [name for name in END_OF_TURN if name in specials]
+        stops |= {specials[name] for name in ends if name != "<|end|>" or "<|return|>" not in specials}
+    return tuple(sorted(stop for stop in stops if stop is not None))
+
+
+def load_target(
+    name_or_path: str,
+    *,
+    gguf_file: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """A frozen Target from a folder, a hub id, a .gguf file, or a folder and the name of a GGUF file in it.
+
+    dtype auto: as stored, float16 on a CPU as bfloat16. device_map ("auto", "balanced", ..) spreads the layers over
+    devices and overrides device. TargetError, within seconds, for whatever is missing, unknown or not a decoder."""
+    chosen = choose_device(device)
+    folder = find_folder(name_or_path, gguf_file, revision, trust_remote_code)
+    config = read_config(str(folder), trust_remote_code)
+    tokenizer = read_tokenizer(str(folder), trust_remote_code)
+    options = {"device_map": device_map, "attn_implementation": attn_implementation}
+    options = {key: value for key, value in options.items() if value is not None}
+    options |= {"dtype": choose_dtype(dtype, config, folder, chosen), "trust_remote_code": trust_remote_code}
+    model = read_model(str(folder), config, options)
+    return Target(model if device_map else model.to(chosen), tokenizer, name_or_path, folder)
