@@ -19,6 +19,7 @@ from drafttrain.nn.cache import RaggedCache, additive, visible
 from drafttrain.target_files import (
     TargetError,
     add_part,
+    cache_folder,
     choose_device,
     choose_dtype,
     find_folder,
@@ -33,6 +34,7 @@ __all__ = [
     "TargetError",
     "TargetHead",
     "TargetStep",
+    "cache_folder",
     "check_feature_layers",
     "default_feature_layers",
     "load_target",
@@ -69,9 +71,9 @@ def check_feature_layers(layers: Sequence[int], num_layers: int) -> list[int]:
 class TargetStep:
     """One forward of the target over N new tokens of each row, and what drafts read from it.
 
-    tokens, positions int64 [B, N]; lengths int64 [B]: the real tokens of each row; logits [B, N, V] raw ([B, 1, V], each
-    row's last real token, after a prefill); features [B, N, A*Ht] of the asked layers, ascending; last_hidden [B, N, Ht] =
-    hs[n] un-normed. What lies beyond `lengths` is padding."""
+    tokens, positions int64 [B, N]; lengths int64 [B]: the real tokens of each row; logits [B, N, V] raw ([B, 1, V],
+    each row's last real token, after a prefill); features [B, N, A*Ht] of the asked layers, ascending; last_hidden
+    [B, N, Ht] = hs[n] un-normed. What lies beyond `lengths` is padding."""
 
     tokens: Tensor
     positions: Tensor
@@ -242,13 +244,14 @@ class Target:
         """Run tokens int64 [B, N] (right-padded, lengths [B] real ones) behind what `cache` holds of each row.
 
         Nothing is committed: raise cache.lengths by what is kept. last_only: logits of each row's last token alone."""
-        positions = cache.begin(tokens.shape[1])
-        if cache.key_count > self.max_positions:
+        lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
+        needed = int((cache.lengths + lengths).max())  # of real tokens: padding of a long row may reach further
+        if needed > self.max_positions:
             raise TargetError(
-                f"{cache.key_count} positions are needed, {self.name} takes {self.max_positions}. "
+                f"{needed} positions are needed, {self.name} takes {self.max_positions}. "
                 "Mend: shorten the prompts or lower max_new_tokens."
             )
-        lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
+        positions = cache.begin(tokens.shape[1])
         on_device = positions.to(self.device)
         with self.capture(sorted({*layers, self.num_layers})) as states:
             normed = self.decoder(

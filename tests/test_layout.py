@@ -30,8 +30,8 @@ FLOORS = [
     {"recipe"},
     {"errors"},
 ]
-# The evaluator's core knows drafts only through Proposer, training only through Draft.
-ONLY_THROUGH = {("specdec", "drafts"): "drafts.base", ("training", "drafts"): "drafts.base"}
+# The evaluator's core knows drafts only through Proposer, training only through Draft and the function that makes one.
+ONLY_THROUGH = {("specdec", "drafts"): ("drafts.base",), ("training", "drafts"): ("drafts.base", "drafts.loading")}
 MOST_LINES = 600
 
 LEVEL = {name: len(FLOORS) - level for level, names in enumerate(FLOORS) for name in names}

@@ -79,11 +79,32 @@ def prompt_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, chat: Cha
     """
     if not messages or messages[-1]["role"] != "user":
         raise DataError("found a prompt whose last turn is not the user's, expected one; drop the last answer")
-    if len(messages) == 1 and not _use_template(tokenizer, chat):
+    if len(messages) == 1 and not use_template(tokenizer, chat):
         return _plain_ids(messages[0]["content"], tokenizer)
-    _need_template(tokenizer, chat, "a prompt of several messages")
+    need_template(tokenizer, chat, "a prompt of several messages")
     text = _render(messages, tokenizer, "a prompt", add_generation_prompt=True)
     return _deduplicate(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], tokenizer)[0]
+
+
+def continuation_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, stop: int) -> list[int]:
+    """Ids that stand between an answer the target ended with the token `stop` and its next one.
+
+    `messages` end with that answer and the user's next turn. The template's own closing of the answer is left out where
+    it is `stop`, so that answer ids + these + answer ids is the conversation. DataError: no template, or the answer is
+    not in what it renders.
+    """
+    need_template(tokenizer, "auto", "a conversation of several turns")
+    mark = "zqx"
+    while any(mark in part for part in (tokenizer.get_chat_template(), *(m["content"] for m in messages))):
+        mark += "q"
+    marked = [*messages[:-2], {**messages[-2], "content": mark}, messages[-1]]
+    text = _render(marked, tokenizer, "a conversation of several turns", add_generation_prompt=True)
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise _lost("a conversation of several turns", before[-60:])
+    ids = _tokenize(after, tokenizer)[0]
+    first = next((i for i, token in enumerate(ids) if not _says_nothing(token, tokenizer)), len(ids))
+    return ids[ids.index(stop, 0, first) + 1 :] if stop in ids[:first] else ids
 
 
 def mask_runs(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
@@ -129,23 +150,23 @@ def audit(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase) -> dic
 
 def _messages(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, chat: ChatMode) -> Messages | None:
     if conversation.messages is not None:
-        _need_template(tokenizer, chat, conversation.source)
+        need_template(tokenizer, chat, conversation.source)
         return conversation.messages
     if conversation.prompt is None:
         return None
     if chat == "template":
-        _need_template(tokenizer, chat, conversation.source)
-    if not _use_template(tokenizer, chat):
+        need_template(tokenizer, chat, conversation.source)
+    if not use_template(tokenizer, chat):
         return None
     answer = [] if conversation.completion is None else [{"role": "assistant", "content": conversation.completion}]
     return [{"role": "user", "content": conversation.prompt}, *answer]
 
 
-def _use_template(tokenizer: PreTrainedTokenizerBase, chat: ChatMode) -> bool:
+def use_template(tokenizer: PreTrainedTokenizerBase, chat: ChatMode) -> bool:
     return chat == "template" or (chat == "auto" and tokenizer.chat_template is not None)
 
 
-def _need_template(tokenizer: PreTrainedTokenizerBase, chat: ChatMode, source: str) -> None:
+def need_template(tokenizer: PreTrainedTokenizerBase, chat: ChatMode, source: str) -> None:
     if chat == "none":
         raise DataError(f"{source}: messages need a chat template, but data.chat is none; set data.chat: template")
     if tokenizer.chat_template is None:

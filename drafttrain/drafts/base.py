@@ -1,4 +1,6 @@
-"""The interfaces of every draft: a Proposer drafts tokens for the evaluator, a Draft is trained and yields a Proposer."""
+"""The interfaces of every draft: a Proposer drafts tokens for the evaluator, a Draft is trained and yields a
+Proposer.
+"""
 
 import hashlib
 import json
@@ -26,9 +28,9 @@ class DraftError(UserError):
 class Proposal:
     """Drafted tokens of one round.
 
-    tokens int64 [B, N] and lengths int64 [B] (drafted tokens of each row, 0..N); parents int64 [B, N] names each node's parent
-    node (-1: the last committed token), None for a chain. q fp32 [B, N, Vd]: the distribution each token was drawn from, after
-    temperature, top-k and top-p, over the target ids q_ids [Vd]; None: one-hot.
+    tokens int64 [B, N] and lengths int64 [B] (drafted tokens of each row, 0..N); parents int64 [B, N] names each
+    node's parent node (-1: the last committed token), None for a chain. q fp32 [B, N, Vd]: the distribution each
+    token was drawn from, after temperature, top-k and top-p, over the target ids q_ids [Vd]; None: one-hot.
     """
 
     tokens: Tensor
@@ -67,8 +69,8 @@ class Batch:
     """A right-padded training batch. labels[b, p] = x[p+2] where row p is trained at step 0, -100 elsewhere.
 
     input_ids int64 [B, T], loss_mask bool [B, T] (1: the target produces this token), lengths int64 [B]; attached by a
-    FeatureSource: features [B, T, A*Ht] (ascending layers), last_hidden [B, T, Ht] (un-normed hs[n]), target_lse fp32 [B, T],
-    target_argmax int64 [B, T].
+    FeatureSource: features [B, T, A*Ht] (ascending layers), last_hidden [B, T, Ht] (un-normed hs[n]), target_lse fp32
+    [B, T], target_argmax int64 [B, T].
     """
 
     input_ids: Tensor
@@ -91,10 +93,13 @@ class DraftLoss:
 
 
 class Draft(nn.Module, ABC):
-    """A trainable draft. Calling it IS the loss; the frozen target's tensors it uses are plain attributes, not state."""
+    """A trainable draft. Calling it IS the loss; the frozen target's tensors it uses are plain attributes, not
+    state.
+    """
 
     method: ClassVar[str]
     feature_layers: list[int]
+    draft_vocab_size: int
 
     @abstractmethod
     def forward(self, batch: Batch) -> DraftLoss:
@@ -103,6 +108,10 @@ class Draft(nn.Module, ABC):
     @abstractmethod
     def attach(self, target: Target) -> Self:
         """Take the frozen tensors it reads (embeddings, teacher's head rows) from the target; returns itself."""
+
+    @abstractmethod
+    def calibrate(self, batch: Batch) -> float:
+        """Set what can be set on one batch before training; returns the step-0 loss in nats a row."""
 
     @abstractmethod
     def proposer(self, target: Target) -> Proposer:
@@ -116,18 +125,17 @@ class Draft(nn.Module, ABC):
 def supervised_rows(loss_mask: Tensor, steps: int) -> Tensor:
     """Which rows count at each unroll step: bool [steps, B, T] from loss_mask bool [B, T].
 
-    Row p counts at step k iff x[p+1] .. x[p+2+k] are all supervised, so the first row used in serving (the last prompt position)
-    is trained and nothing past the turn's end is.
+    Row p counts at step k iff x[p+1] .. x[p+2+k] are all supervised, so the first row used in serving (the last
+    prompt position) is trained and nothing past the turn's end is.
     """
-    B, T = loss_mask.shape
-    out = torch.zeros(steps, B, T, dtype=torch.bool, device=loss_mask.device)
+    T = loss_mask.shape[1]
     running = loss_mask.roll(-1, 1)
+    out = []
     for k in range(steps):
-        if T > 2 + k:
-            out[k, :, : T - 2 - k] = running[:, : T - 2 - k] & loss_mask[:, 2 + k :]
-            running = running.clone()
-            running[:, : T - 2 - k] &= loss_mask[:, 2 + k :]
-    return out
+        running = running & loss_mask.roll(-2 - k, 1)
+        inside = torch.arange(T, device=loss_mask.device) < T - 2 - k  # What a roll carried around the end is cut off.
+        out.append(running & inside)
+    return torch.stack(out)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -148,7 +156,9 @@ def write_provenance(folder: Path, target: Target, **details: Any) -> None:
 
 
 def check_provenance(folder: Path, target: Target) -> None:
-    """DraftError when the folder says that it was made for another tokenizer. Drafts from elsewhere say nothing and pass."""
+    """DraftError when the folder says that it was made for another tokenizer. Drafts from elsewhere say nothing and
+    pass.
+    """
     path = folder / "drafttrain.json"
     if not path.exists() or target.tokenizer is None:
         return
@@ -156,6 +166,8 @@ def check_provenance(folder: Path, target: Target) -> None:
     expected = made_for.get("tokenizer_sha256")
     if expected and expected != tokenizer_hash(target.tokenizer):
         raise DraftError(
-            f"{folder}: this draft was trained for {made_for.get('target')} with another tokenizer than {target.name}'s. "
-            "Expected the same vocabulary, id by id. Mend: give the target it was trained for, or train a draft for this one."
+            f"{folder}: this draft was trained for {made_for.get('target')} with another tokenizer than "
+            f"{target.name}'s. "
+            "Expected the same vocabulary, id by id. Mend: give the target it was trained for, or train a draft for "
+            "this one."
         )

@@ -1,7 +1,8 @@
-"""The EAGLE-3 draft (arXiv 2503.01840): one decoder layer on fused target features, trained by unrolling it on its own outputs.
+"""The EAGLE-3 draft (arXiv 2503.01840): one decoder layer on fused target features, trained by unrolling it on its
+own outputs.
 
-Row p holds (fused hs at p, embedding of x[p+1]) and predicts x[p+2]; unroll step k consumes x[p+1+k] and the layer's own output,
-sits at RoPE position p+k and predicts x[p+2+k]. Training and serving run the same `Eagle3Layer`.
+Row p holds (fused hs at p, embedding of x[p+1]) and predicts x[p+2]; unroll step k consumes x[p+1+k] and the layer's
+own output, sits at RoPE position p+k and predicts x[p+2+k]. Training and serving run the same `Eagle3Layer`.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -22,7 +24,9 @@ from drafttrain.nn.ttt_attention import ttt_attention
 from drafttrain.target import Target
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query [B, nh, T, D], key, value [B, nkv, T, D]) -> output [B, nh, T, D]: the one thing that training and serving do apart."""
+"""(query [B, nh, T, D], key, value [B, nkv, T, D]) -> output [B, nh, T, D]: the one thing that training and serving
+do apart.
+"""
 
 
 class RMSNorm(nn.Module):
@@ -96,18 +100,21 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Draft(Draft):
-    """fc fuses A target features, `midlayer` drafts, `lm_head` reads the draft vocabulary (FORMATS: the same tensor names).
+    """fc fuses A target features, `midlayer` drafts, `lm_head` reads the draft vocabulary (FORMATS: the same tensor
+    names).
 
-    Buffers: feature_rms fp32 [A*Ht], the static rms of each feature channel, divided out before fc (folded into fc at export);
-    d2t int64 [Vd], target id = i + d2t[i]; t2d bool [V]. `embed_weight` [V, H] and `teacher` are the target's, not state.
+    Buffers: feature_rms fp32 [A*Ht], the static rms of each feature channel, divided out before fc (folded into fc at
+    export); d2t int64 [Vd], target id = i + d2t[i]; t2d bool [V]. `embed_weight` [V, H] and `teacher` are the
+    target's, not state.
     """
 
     method = "eagle3"
 
     def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None):
         super().__init__()
-        self.config = config
+        self.shape = config
         self.feature_layers = list(config.feature_layers)
+        self.draft_vocab_size = config.draft_vocab_size
         self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -132,19 +139,21 @@ class Eagle3Draft(Draft):
 
     def attach(self, target: Target) -> Self:
         """Take the raw embedding table and the teacher's head rows. Raises DraftError where the sizes do not fit."""
-        config = self.config
+        config = self.shape
         found = (target.vocab_size, target.hidden_size, target.num_layers)
         expected = (config.vocab_size, config.target_hidden_size, max(config.feature_layers))
         if found[:2] != expected[:2] or found[2] < expected[2]:
             raise DraftError(
-                f"The target {target.name} has vocabulary {found[0]}, hidden size {found[1]} and {found[2]} layers; this draft "
+                f"The target {target.name} has vocabulary {found[0]}, hidden size {found[1]} and {found[2]} layers; "
+                "this draft "
                 f"expects vocabulary {expected[0]}, hidden size {expected[1]} and at least {expected[2]} layers. "
                 "Mend: give the target it was trained for."
             )
         if config.hidden_size != target.hidden_size:
             raise DraftError(
                 f"The draft's hidden size is {config.hidden_size}, the target's embeddings have {target.hidden_size}. "
-                "Expected the same size: this version trains no embeddings of its own. Mend: leave draft.hidden_size out."
+                "Expected the same size: this version trains no embeddings of its own. Mend: leave draft.hidden_size "
+                "out."
             )
         self.embed_weight = target.embed_weight.detach()
         self.teacher = target.head(self.draft_ids)
@@ -154,27 +163,32 @@ class Eagle3Draft(Draft):
         return self
 
     @torch.no_grad()
-    def initialise(self, feature_rms: Tensor, final_rms: Tensor) -> Self:
-        """Start from the target: head = its rows, fc = the last feature passed through, norm = a share of its final scale.
+    def initialise(self, feature_rms: Tensor, final_rms: Tensor, seed: int = 0) -> Self:
+        """Start from the target: head = its rows, fc = the last feature passed through, norm = a share of its final
+        scale.
 
-        feature_rms [A*Ht], final_rms [Ht]: rms of each channel of the features and of the NORMED last hidden state. The share is
-        set by `calibrate`. (Measured on Gemma 3 270M: the target's own norm weights start at 70 nats, this below 9.3.)
+        feature_rms [A*Ht], final_rms [Ht]: rms of each channel of the features and of the NORMED last hidden state.
+        The share is set by `calibrate`. (Measured on Gemma 3 270M: the target's own norm weights start at 70 nats,
+        this below 9.3.)
         """
         assert self.teacher is not None, "attach a target first"
         self.feature_rms.copy_(feature_rms)
         self.lm_head.weight.copy_(self.teacher.weight.float())
         nn.init.zeros_(self.fc.weight)
-        width = self.config.target_hidden_size
-        self.fc.weight[:, -width:].copy_(torch.eye(self.config.hidden_size, width))
-        for projection in (self.midlayer.self_attn, self.midlayer.mlp):
-            for weight in projection.parameters():
-                nn.init.normal_(weight, std=0.02)
+        width = self.shape.target_hidden_size
+        self.fc.weight[:, -width:].copy_(torch.eye(self.shape.hidden_size, width))
+        generator = torch.Generator().manual_seed(seed)
+        for block in (self.midlayer.self_attn, self.midlayer.mlp):
+            for weight in block.parameters():
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
         self.norm.weight.copy_(final_rms)
         return self
 
     @torch.no_grad()
     def calibrate(self, batch: Batch, shares=(1.0, 0.5, 0.25, 0.125, 0.0625)) -> float:
-        """Scale the final norm by the share with the lowest step-0 loss on one batch; returns that loss in nats a row."""
+        """Scale the final norm by the share with the lowest step-0 loss on one batch; returns that loss in nats a
+        row.
+        """
         assert self.teacher is not None, "attach a target first"
         start, steps = self.norm.weight.clone(), self.ttt_steps
         self.ttt_steps = 1
@@ -201,7 +215,9 @@ class Eagle3Draft(Draft):
         return self._rotary(positions, dtype)
 
     def unroll(self, input_ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
-        """The normed states of each step, [B, T, H] each: state k of row p predicts x[p+2+k] given the data's own tokens."""
+        """The normed states of each step, [B, T, H] each: state k of row p predicts x[p+2+k] given the data's own
+        tokens.
+        """
         hidden = self.fuse(features)
         rows = torch.arange(input_ids.shape[1], device=input_ids.device)
         block: list[Tensor] = []
@@ -225,7 +241,9 @@ class Eagle3Draft(Draft):
         return states
 
     def forward(self, batch: Batch) -> DraftLoss:
-        """The TTT objective of a batch: sum over steps k of step_decay^k times the loss of the rows that count there."""
+        """The TTT objective of a batch: sum over steps k of step_decay^k times the loss of the rows that count
+        there.
+        """
         assert self.teacher is not None, "attach a target first"
         steps = min(self.ttt_steps, max(batch.input_ids.shape[1] - 2, 1))
         objective, figures = fused_draft_loss(
@@ -249,11 +267,12 @@ class Eagle3Draft(Draft):
         """config.json and model.safetensors in the parameters' own dtype; feature_rms stays a tensor of its own."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        self.config.save(folder, self.fc.weight.dtype)
+        self.shape.save(folder, self.fc.weight.dtype)
 
     @classmethod
     def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None) -> "Eagle3Draft":
-        """Read a checkpoint of this package or an export (no feature_rms: it is folded in). DraftError where it is broken.
+        """Read a checkpoint of this package or an export (no feature_rms: it is folded in). DraftError where it is
+        broken.
 
         dtype None keeps what is stored; feature_rms stays fp32.
         """
@@ -263,16 +282,20 @@ class Eagle3Draft(Draft):
             raise DraftError(
                 f"{folder} has no model.safetensors. Expected an EAGLE-3 checkpoint. Mend: check the path."
             )
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise DraftError(f"{path} cannot be read ({error}). Mend: export or download the draft again.") from error
         tensors.setdefault("feature_rms", torch.ones(len(config.feature_layers) * config.target_hidden_size))
         if config.draft_vocab_size == config.vocab_size:
             tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.long))
         if "d2t" not in tensors:
             raise DraftError(
-                f"{path} has no d2t, but its draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} words. "
+                f"{path} has no d2t, but its draft vocabulary has {config.draft_vocab_size} of {config.vocab_size} "
+                "words. "
                 "Expected the vocabulary map: without it every draft names a wrong token. Mend: export the draft again."
             )
-        ids = tensors["d2t"].long() + torch.arange(config.draft_vocab_size)
+        ids = read_map(tensors["d2t"], config, path)
         tensors.setdefault("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
         draft = cls(config, ids)
         expected = draft.state_dict()
@@ -283,13 +306,32 @@ class Eagle3Draft(Draft):
         ]
         if wrong:
             raise DraftError(
-                f"{path}: tensors do not fit the config: {', '.join(wrong[:6])}. Expected the EAGLE-3 layout with one layer. "
+                f"{path}: tensors do not fit the config: {', '.join(wrong[:6])}. Expected the EAGLE-3 layout with "
+                "one layer. "
                 "Mend: export the draft again."
             )
         draft.to(dtype or tensors["fc.weight"].dtype)
         draft.load_state_dict(tensors)
         draft.feature_rms = tensors["feature_rms"].float()
         return draft
+
+
+def read_map(d2t: Tensor, config: Eagle3Config, path: Path) -> Tensor:
+    """The target ids int64 [Vd] of a stored d2t; DraftError unless they rise strictly within the target's
+    vocabulary.
+    """
+    ids = d2t.long() + torch.arange(d2t.numel())
+    if (
+        d2t.shape != (config.draft_vocab_size,)
+        or ids[0] < 0
+        or ids[-1] >= config.vocab_size
+        or bool((ids.diff() <= 0).any())
+    ):
+        raise DraftError(
+            f"{path}: d2t of shape {tuple(d2t.shape)} is no vocabulary map. Expected {config.draft_vocab_size} target ids "
+            f"i + d2t[i] that rise strictly within 0..{config.vocab_size - 1}. Mend: export the draft again."
+        )
+    return ids
 
 
 def pad_figures(figures: StepFigures, steps: int) -> StepFigures:

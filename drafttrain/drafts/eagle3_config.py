@@ -41,13 +41,15 @@ class Eagle3Config:
     def __post_init__(self):
         if self.num_attention_heads % self.num_key_value_heads:
             raise DraftError(
-                f"draft.num_attention_heads is {self.num_attention_heads}, draft.num_key_value_heads {self.num_key_value_heads}. "
+                f"draft.num_attention_heads is {self.num_attention_heads}, draft.num_key_value_heads "
+                f"{self.num_key_value_heads}. "
                 "Expected a multiple. Mend: set both."
             )
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise DraftError(
-                f"The target's rope_type is {kind!r}. Expected one of {', '.join(ROPE_TYPES)}, which EAGLE-3 drafts are served with."
+                f"The target's rope_type is {kind!r}. Expected one of {', '.join(ROPE_TYPES)}, which EAGLE-3 drafts "
+                "are served with."
             )
 
     @classmethod
@@ -133,7 +135,8 @@ class Eagle3Config:
         unsupported = [key for key in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias") if values.get(key)]
         if unsupported or values.get("num_hidden_layers", 1) != 1:
             raise DraftError(
-                f"{path} asks for {', '.join(unsupported) or 'more than one layer'}. Expected a plain one-layer EAGLE-3 draft."
+                f"{path} asks for {', '.join(unsupported) or 'more than one layer'}. Expected a plain one-layer "
+                "EAGLE-3 draft."
             )
         names = [name for name in cls.__dataclass_fields__ if name not in ("feature_layers", "rope_scaling")]
         missing = [n for n in names if n not in values and n not in ("bos_token_id", "eos_token_id")]

@@ -1,4 +1,6 @@
-"""EAGLE-3 drafting with a KV cache: true features for accepted positions, the draft's own outputs while it runs ahead."""
+"""EAGLE-3 drafting with a KV cache: true features for accepted positions, the draft's own outputs while it runs
+ahead.
+"""
 
 from collections.abc import Sequence
 
@@ -13,8 +15,8 @@ from drafttrain.target import TargetStep
 
 
 class Eagle3Proposer(Proposer):
-    """Row p of the cache holds (fused hs at p, embedding of x[p+1]). Committed rows carry the target's features only: what was
-    drafted ahead is overwritten as soon as the target has spoken, as in training."""
+    """Row p of the cache holds (fused hs at p, embedding of x[p+1]). Committed rows carry the target's features only:
+    what was drafted ahead is overwritten as soon as the target has spoken, as in training."""
 
     def __init__(self, draft):
         self.draft = draft.eval()

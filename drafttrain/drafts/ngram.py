@@ -1,4 +1,6 @@
-"""Prompt lookup: the tokens that followed the longest, most recent earlier match of the last tokens. A Proposer without a model."""
+"""Prompt lookup: the tokens that followed the longest, most recent earlier match of the last tokens. A Proposer
+without a model.
+"""
 
 from collections.abc import Sequence
 
@@ -13,8 +15,8 @@ from drafttrain.target import TargetStep
 class NgramProposer(Proposer):
     """Drafts what followed the longest suffix of max_n..min_n tokens seen before; nothing where there is no match.
 
-    The names in vLLM: prompt_lookup_min = min_n, prompt_lookup_max = max_n. An index from n-gram to its latest start is kept, so
-    a round costs O(max_n) whatever the length of the text.
+    The names in vLLM: prompt_lookup_min = min_n, prompt_lookup_max = max_n. An index from n-gram to its latest start
+    is kept, so a round costs O(max_n) whatever the length of the text.
     """
 
     def __init__(self, min_n: int = 2, max_n: int = 5):
@@ -33,7 +35,9 @@ class NgramProposer(Proposer):
             self._extend(row, [token])
 
     def _extend(self, row: int, tokens: Sequence[int]) -> None:
-        """Append tokens. An n-gram enters the index when a token follows it, so the current suffix never matches itself."""
+        """Append tokens. An n-gram enters the index when a token follows it, so the current suffix never matches
+        itself.
+        """
         text, following = self._texts[row], self._next[row]
         for token in tokens:
             for n in range(self.min_n, min(self.max_n, len(text)) + 1):

@@ -1,7 +1,8 @@
-"""A KV cache with one length for each row: entries are written at given positions, and rolling back is setting a length.
+"""A KV cache with one length for each row: entries are written at given positions, and rolling back is setting a
+length.
 
-transformers models take `RaggedCache` as their `cache` together with prepared masks (`visible`), also those with sliding
-windows: every layer keeps all entries, the window lives in the mask.
+transformers models take `RaggedCache` as their `cache` together with prepared masks (`visible`), also those with
+sliding windows: every layer keeps all entries, the window lives in the mask.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from transformers import Cache
 class RaggedCache(Cache):
     """Keys and values [B, nkv, S, D] of every layer, allocated at the first write and grown in steps.
 
-    `lengths` (int64 [B], CPU) counts the committed entries of each row. A forward writes behind them (`begin`), and nothing is
-    committed until the caller raises `lengths`; what lies beyond is invisible to the masks and overwritten by the next forward.
+    `lengths` (int64 [B], CPU) counts the committed entries of each row. A forward writes behind them (`begin`), and
+    nothing is committed until the caller raises `lengths`; what lies beyond is invisible to the masks and overwritten
+    by the next forward.
     """
 
     def __init__(self, batch: int, capacity: int = 256):
@@ -90,7 +92,9 @@ class RaggedCache(Cache):
 
 
 def visible(positions: Tensor, key_count: int, window: int | None = None) -> Tensor:
-    """Causal mask bool [B, 1, N, key_count]: key j is visible to a query at position i iff j <= i (and i - j < window)."""
+    """Causal mask bool [B, 1, N, key_count]: key j is visible to a query at position i iff j <= i (and i - j <
+    window).
+    """
     keys = torch.arange(key_count, device=positions.device)
     query = positions[:, None, :, None]
     mask = keys <= query

@@ -1,7 +1,8 @@
-"""Loss, gradient and acceptance figures of all unroll steps in one chunked pass: [rows, vocabulary] logits exist only for a chunk.
+"""Loss, gradient and acceptance figures of all unroll steps in one chunked pass: [rows, vocabulary] logits exist only
+for a chunk.
 
-Rows are walked by TEACHER position: p of one position serves every unroll step that predicts it, so the teacher's product is
-paid once instead of once a step. The gradient is formed in the forward and scaled in the backward.
+Rows are walked by TEACHER position: p of one position serves every unroll step that predicts it, so the teacher's
+product is paid once instead of once a step. The gradient is formed in the forward and scaled in the backward.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ LOSSES = ("forward_kl", "cross_entropy")
 class StepFigures:
     """Detached fp32 sums over the valid rows of each unroll step, each [K]; divide by `rows` to read them.
 
-    loss: the unweighted loss. hits: draft argmax = target argmax. alpha: sum min(p, q). joint: hits at this and all earlier
-    steps of the same row (its mean is the teacher-forced joint acceptance at that depth).
+    loss: the unweighted loss. hits: draft argmax = target argmax. alpha: sum min(p, q). joint: hits at this and all
+    earlier steps of the same row (its mean is the teacher-forced joint acceptance at that depth).
     """
 
     rows: Tensor
@@ -42,9 +43,10 @@ def fused_draft_loss(
 ) -> tuple[Tensor, StepFigures]:
     """Weighted sum of the losses of K unroll steps, and the figures of each step.
 
-    states: K tensors [B, T, H], already normed; row p of step k predicts x[p+2+k], so its teacher sits at position p+1+k.
-    head_weight [Vd, H]; valid bool [K, B, T]; teacher maps [n, Ht] of teacher_states [B, T, Ht] to logits [n, Vd];
-    target_lse fp32 [B, T] over the full vocabulary; target_index int64 [B, T]: the target's argmax as a draft index, -1 outside.
+    states: K tensors [B, T, H], already normed; row p of step k predicts x[p+2+k], so its teacher sits at position
+    p+1+k. head_weight [Vd, H]; valid bool [K, B, T]; teacher maps [n, Ht] of teacher_states [B, T, Ht] to logits [n,
+    Vd]; target_lse fp32 [B, T] over the full vocabulary; target_index int64 [B, T]: the target's argmax as a draft
+    index, -1 outside.
     """
     assert loss in LOSSES, loss
     device = states[0].device.type

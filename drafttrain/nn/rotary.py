@@ -1,4 +1,6 @@
-"""Rotary positions of a draft, with the target's theta and scaling (default, linear, llama3 and YaRN as transformers has them)."""
+"""Rotary positions of a draft, with the target's theta and scaling (default, linear, llama3 and YaRN as transformers
+has them).
+"""
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ class RotaryTable:
         """cos and sin [B, 1, T, D] in `dtype` for positions int64 [B, T]."""
         needed = int(positions.max()) + 1
         if needed > len(self._cos) or self._cos.dtype != dtype or self._cos.device != positions.device:
-            count = max(needed, 2 * len(self._cos), 256)
+            enough = needed <= len(self._cos)
+            count = len(self._cos) if enough else max(needed, 2 * len(self._cos), 256)
             angles = torch.arange(count, dtype=torch.float32)[:, None] * self._inverse[None, :]
             angles = torch.cat([angles, angles], -1)
             self._cos = (angles.cos() * self._scale).to(positions.device, dtype)

@@ -1,7 +1,8 @@
 """One place for temperature, top-k, top-p and random numbers, used for the target's p and the draft's q alike.
 
-Every request owns one CPU generator seeded from (seed, request index) and draws by inverse CDF from given uniforms, so a row of
-a batch equals its batch-1 run and the q that a token was drawn from is the very tensor that enters the acceptance ratio.
+Every request owns one CPU generator seeded from (seed, request index) and draws by inverse CDF from given uniforms,
+so a row of a batch equals its batch-1 run and the q that a token was drawn from is the very tensor that enters the
+acceptance ratio.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ class SamplingError(UserError):
 class Sampling:
     """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 switch the filters off.
 
-    draft_mode: "one_hot" drafts greedily and verifies against a one-hot q (vLLM's default); "probabilistic" draws the drafts
-    from q, warped exactly like p.
+    draft_mode: "one_hot" drafts greedily and verifies against a one-hot q (vLLM's default); "probabilistic" draws the
+    drafts from q, warped exactly like p.
     """
 
     temperature: float = 0.0
@@ -65,9 +66,11 @@ def greedy_choice(logits: Tensor) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities fp32 [..., V] after temperature, then top-k, then top-p. At temperature 0 all mass is on the argmax.
+    """Probabilities fp32 [..., V] after temperature, then top-k, then top-p. At temperature 0 all mass is on the
+    argmax.
 
-    top-p keeps the smallest set of most likely tokens whose mass reaches top_p. Raises SamplingError where a logit is NaN.
+    top-p keeps the smallest set of most likely tokens whose mass reaches top_p. Raises SamplingError where a logit is
+    NaN.
     """
     if sampling.greedy:
         return torch.zeros(logits.shape, device=logits.device).scatter_(-1, greedy_choice(logits)[..., None], 1.0)
@@ -101,7 +104,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 def _refuse_nan(largest: Tensor) -> None:
     if torch.isnan(largest).any():
         raise SamplingError(
-            "the logits hold NaN: expected finite numbers; check the checkpoint, or load the model in bfloat16 or float32 instead of float16"
+            "the logits hold NaN: expected finite numbers; check the checkpoint, or load the model in bfloat16 or "
+            "float32 instead of float16"
         )
 
 

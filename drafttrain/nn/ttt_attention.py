@@ -1,13 +1,13 @@
 """Attention of the training-time test: a causal block of step-0 keys plus one own key for each later step.
 
-EAGLE-3 (arXiv 2503.01840, section 3.2) unrolls the draft on its own outputs while training. At unroll step s the query of row
-i sees the step-0 keys of rows <= i and its OWN keys of steps 1..s. `ttt_attention` runs the ordinary causal flash kernel for
-the block, adds the s diagonal terms and merges both by log-sum-exp, so no [T, sT] mask exists and memory stays O(T).
-`ttt_attention_dense` is the plain twin it is tested against.
+EAGLE-3 (arXiv 2503.01840, section 3.2) unrolls the draft on its own outputs while training. At unroll step s the
+query of row i sees the step-0 keys of rows <= i and its OWN keys of steps 1..s. `ttt_attention` runs the ordinary
+causal flash kernel for the block, adds the s diagonal terms and merges both by log-sum-exp, so no [T, sT] mask exists
+and memory stays O(T). `ttt_attention_dense` is the plain twin it is tested against.
 
-Why the backward is exact: flash backward forms P = exp(S - lse) and D = rowsum(dO * O) from the output and log-sum-exp it is
-given. Handed the MERGED pair, P is each block key's share of the whole softmax and D the whole softmax's correction, so dQ, dK
-and dV of the block need no further factor; the diagonal terms have closed forms.
+Why the backward is exact: flash backward forms P = exp(S - lse) and D = rowsum(dO * O) from the output and
+log-sum-exp it is given. Handed the MERGED pair, P is each block key's share of the whole softmax and D the whole
+softmax's correction, so dQ, dK and dV of the block need no further factor; the diagonal terms have closed forms.
 """
 
 import torch
@@ -20,8 +20,9 @@ _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 def ttt_attention(query: Tensor, block_key: Tensor, block_value: Tensor, own_keys=(), own_values=()) -> Tensor:
     """Attention output [B, nh, T, D] of one unroll step, in the dtype of `query`; differentiable once.
 
-    query [B, nh, T, D]; block_key, block_value [B, nkv, T, D] of step 0; own_keys, own_values: one [B, nkv, T, D] for each later
-    step up to the query's own. nkv divides nh (grouped KV heads). CUDA in fp32 or fp64 and other devices take the dense twin.
+    query [B, nh, T, D]; block_key, block_value [B, nkv, T, D] of step 0; own_keys, own_values: one [B, nkv, T, D] for
+    each later step up to the query's own. nkv divides nh (grouped KV heads). CUDA in fp32 or fp64 and other devices
+    take the dense twin.
     """
     assert len(own_keys) == len(own_values)
     assert query.shape[1] % block_key.shape[1] == 0, "query heads must be a multiple of the KV heads"
@@ -34,7 +35,8 @@ def ttt_attention(query: Tensor, block_key: Tensor, block_value: Tensor, own_key
 
 
 def ttt_attention_dense(query, block_key, block_value, own_keys=(), own_values=(), window: int | None = None) -> Tensor:
-    """The plain twin of `ttt_attention`: one softmax over materialised scores [B, nh, T, T + s]. Same arguments and result.
+    """The plain twin of `ttt_attention`: one softmax over materialised scores [B, nh, T, T + s]. Same arguments and
+    result.
 
     `window` limits row i to the step-0 keys j with i - j < window (sliding-window drafts take this path).
     """

@@ -1,6 +1,8 @@
-"""The one decoding loop: propose, verify in ONE target forward, accept, roll back, repeat. Plain decoding is K = 0 of it.
+"""The one decoding loop: propose, verify in ONE target forward, accept, roll back, repeat. Plain decoding is K = 0 of
+it.
 
-Every number of a report comes from here, for every draft and for the baseline alike: same cache, attention, dtype, counters.
+Every number of a report comes from here, for every draft and for the baseline alike: same cache, attention, dtype,
+counters.
 """
 
 import time
@@ -25,9 +27,12 @@ class GenerateError(UserError):
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds by phase. rest: everything outside the target's forward and the proposer."""
+    """Wall-clock seconds by phase. begin: the proposer reading the prompt; rest: outside the target's forward and the
+    proposer.
+    """
 
     prefill: float = 0.0
+    begin: float = 0.0
     draft: float = 0.0
     verify: float = 0.0
     rest: float = 0.0
@@ -35,13 +40,18 @@ class Seconds:
     @property
     def decode(self) -> float:
         """Everything after the prefill's token."""
-        return self.draft + self.verify + self.rest
+        return self.begin + self.draft + self.verify + self.rest
+
+    def add(self, other: "Seconds") -> None:
+        """Add another run's seconds to this one's."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass
 class Generation:
-    """One request's result: tokens (new ones only, a stop token included), finish "stop" or "length", its counts; text is
-    set when the target has a tokenizer, cut before a stop string."""
+    """One request's result: tokens (new ones only, a stop token included), finish "stop" or "length", its counts;
+    text is set when the target has a tokenizer, cut before a stop string."""
 
     tokens: list[int]
     finish: str = "length"
@@ -80,9 +90,9 @@ def generate(
 ) -> Decoded:
     """Continue each prompt (token ids) by up to max_new_tokens, all as one batch; without a proposer, plain decoding.
 
-    k: drafts a round. stop_ids None takes the target's own, () ignores stops. requests: the indices that seed each row's random
-    stream (default 0, 1, ..). observe: called with every TargetStep. Raises GenerateError for an empty prompt or k < 1,
-    TargetError when the target's positions do not suffice, SamplingError on NaN logits.
+    k: drafts a round. stop_ids None takes the target's own, () ignores stops. requests: the indices that seed each
+    row's random stream (default 0, 1, ..). observe: called with every TargetStep. Raises GenerateError for an empty
+    prompt or k < 1, TargetError when the target's positions do not suffice, SamplingError on NaN logits.
     """
     if proposer is not None and k < 1:
         raise GenerateError(f"k is {k}, expected at least 1 draft a round; leave the proposer out for plain decoding")
@@ -126,9 +136,8 @@ class _Loop:
         start = self._now()
         if self.proposer is not None:
             self.proposer.begin(step, next_token, self.sampling, streams)
-        self.seconds.draft = self._now() - start
+        self.seconds.begin = self._now() - start
         start = self._now()
-        before = self.seconds.draft + self.seconds.verify
         for generation, token in zip(generations, next_token.tolist(), strict=True):
             self._deliver(generation, [token])
         while True:
@@ -143,8 +152,7 @@ class _Loop:
                 if self.proposer is not None:
                     self.proposer.keep(alive)
             next_token = self._iterate(cache, next_token, streams, [generations[i] for i in active])
-        spent = self._now() - start
-        self.seconds.rest = spent - (self.seconds.draft + self.seconds.verify - before)
+        self.seconds.rest = self._now() - start - self.seconds.draft - self.seconds.verify
         self._finish(generations)
         return Decoded(generations, self.seconds)
 
@@ -211,8 +219,8 @@ class _Loop:
         generation.counts.add_round(drafted, accepted)
 
     def _deliver(self, generation: Generation, tokens: list[int]) -> int:
-        """Append tokens until a stop; returns where the stop fell (1-based), or their number. Cuts at max_new_tokens only the
-        text: acceptance stays as verified."""
+        """Append tokens until a stop; returns where the stop fell (1-based), or their number. Cuts at max_new_tokens
+        only the text: acceptance stays as verified."""
         for count, token in enumerate(tokens, 1):
             if len(generation.tokens) < self.max_new_tokens:
                 generation.tokens.append(token)

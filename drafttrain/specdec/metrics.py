@@ -8,8 +8,9 @@ from typing import Self
 class Counts:
     """What happened in a number of iterations (an iteration: one target forward after the prefill, for one row).
 
-    iterations; draft_rounds: those with at least one draft (vLLM's num_drafts); drafted, accepted: draft tokens; emitted: tokens
-    delivered, the prefill's included; reached[i]: iterations in which the first i + 1 drafts were all accepted.
+    iterations; draft_rounds: those with at least one draft (vLLM's num_drafts); drafted, accepted: draft tokens;
+    emitted: tokens delivered, the prefill's included; reached[i]: iterations in which the first i + 1 drafts were all
+    accepted.
     """
 
     iterations: int = 0
@@ -53,7 +54,9 @@ class Counts:
 
     @property
     def per_position_acceptance(self) -> list[float]:
-        """At position i: iterations whose first i + 1 drafts were all accepted / iterations. Joint: it never rises with i."""
+        """At position i: iterations whose first i + 1 drafts were all accepted / iterations. Joint: it never rises
+        with i.
+        """
         return [count / self.iterations for count in self.reached] if self.iterations else []
 
     @property
@@ -64,7 +67,9 @@ class Counts:
 
 
 def repeated_ngram_share(texts: list[list[int]], n: int = 8) -> float:
-    """Share of positions that end an n-gram already seen earlier in the same sequence, over all sequences (0 when too short)."""
+    """Share of positions that end an n-gram already seen earlier in the same sequence, over all sequences (0 when too
+    short).
+    """
     repeated = total = 0
     for tokens in texts:
         seen: set[tuple[int, ...]] = set()

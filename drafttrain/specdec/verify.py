@@ -1,8 +1,8 @@
 """Verification of a drafted chain: how many drafts stand, and the one token that follows them.
 
-Speculative sampling (arXiv 2211.17192, 2302.01318): a draft x is accepted with probability min(1, p(x) / q(x)); after the first
-refusal one replacement is drawn from norm(max(0, p - q)); when all stand one bonus token is drawn from p. The output is
-distributed exactly as p. With temperature 0 a draft stands iff it is the target's argmax.
+Speculative sampling (arXiv 2211.17192, 2302.01318): a draft x is accepted with probability min(1, p(x) / q(x)); after
+the first refusal one replacement is drawn from norm(max(0, p - q)); when all stand one bonus token is drawn from p.
+The output is distributed exactly as p. With temperature 0 a draft stands iff it is the target's argmax.
 """
 
 import torch
@@ -15,8 +15,8 @@ from drafttrain.nn.sampling import Sampling, greedy_choice, inverse_cdf, warp
 def verify_chain(logits: Tensor, proposal: Proposal, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Accepted drafts int64 [B] and the token after them int64 [B], both on the CPU.
 
-    logits [B, K+1, V]: the target's raw logits after the last committed token and after each draft; uniforms float64 [B, K+1]:
-    lengths[b] numbers for acceptance, then one for the final token. Raises SamplingError on NaN logits.
+    logits [B, K+1, V]: the target's raw logits after the last committed token and after each draft; uniforms float64
+    [B, K+1]: lengths[b] numbers for acceptance, then one for the final token. Raises SamplingError on NaN logits.
     """
     if sampling.greedy:
         return _verify_greedy(logits, proposal)
@@ -55,7 +55,9 @@ def _q_of_tokens(proposal: Proposal, tokens: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, proposal: Proposal, tokens: Tensor, accepted: Tensor, rows: Tensor) -> Tensor:
-    """max(0, p - q) [B, V] at each row's refused draft; p itself where nothing is left of it (p == q up to rounding)."""
+    """max(0, p - q) [B, V] at each row's refused draft; p itself where nothing is left of it (p == q up to
+    rounding).
+    """
     at = accepted.clamp_max(tokens.shape[1] - 1)
     if proposal.q is None:
         rest = p.scatter(1, tokens[rows, at][:, None], 0.0)

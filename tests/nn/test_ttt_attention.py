@@ -50,7 +50,9 @@ def test_bfloat16_is_as_close_as_bfloat16_allows():
 
 
 def test_dense_twin_equals_one_softmax_under_an_explicit_mask():
-    """The whole unroll as one attention over [T, sT] keys: step-0 keys causal, later steps' keys only on the diagonal."""
+    """The whole unroll as one attention over [T, sT] keys: step-0 keys causal, later steps' keys only on the
+    diagonal.
+    """
     T, steps = 9, 3
     q, k, v, own = _inputs(T, steps, heads=2, kv_heads=2, dim=8)
     half = len(own) // 2

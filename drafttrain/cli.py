@@ -1,0 +1,258 @@
+"""The command line: one verb per stage, nothing but argument handling. `python -m drafttrain VERB` is the same."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from drafttrain.errors import UserError
+
+app = typer.Typer(
+    name="drafttrain",
+    help="Train draft models for speculative decoding and prove what they are worth.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+RecipeArgument = Annotated[
+    Path, typer.Argument(help="Recipe (.yaml), or the folder of an existing run.", metavar="RECIPE")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Dotted overrides, e.g. training.learning_rate=1e-4.", metavar="KEY=VALUE")
+]
+Output = Annotated[Path | None, typer.Option(help="Run folder. Default: checkpoints/<recipe's name>.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Refuse to continue an existing run: the folder must be empty.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")]
+
+
+def main() -> None:
+    """Run the command line. A UserError is printed without a traceback and exits with 1."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        sys.exit(1)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _say(as_json: bool):
+    return (
+        (lambda message: print(message, file=sys.stderr, flush=True)) if as_json else (lambda m: print(m, flush=True))
+    )
+
+
+def _open_run(recipe_path: Path, overrides, output: Path | None, fresh: bool, method: str | None = None):
+    from drafttrain.data.run_folder import RunError, RunFolder
+    from drafttrain.recipe import load_recipe
+
+    if recipe_path.is_dir():
+        run = RunFolder.find(recipe_path)
+        recipe, folder = load_recipe(run.recipe_file, overrides or ()), output or recipe_path
+    else:
+        recipe, folder = load_recipe(recipe_path, overrides or ()), output or Path("checkpoints") / recipe_path.stem
+    if method is not None and recipe.method != method:
+        raise RunError(
+            f"{recipe_path} has method {recipe.method}, this script trains {method}. Mend: use the script of that "
+            "method."
+        )
+    run = RunFolder(folder)
+    run.claim(recipe, fresh)
+    return recipe, run
+
+
+@app.command()
+def prepare(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    output: Output = None,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn conversations into training data: answers, ids and loss mask, draft vocabulary, features.
+
+    Example: drafttrain prepare recipes/gemma3/eagle3-gemma3-270m.yaml
+    """
+    from drafttrain.data.prepare import prepare as run_prepare
+    from drafttrain.target import load_target
+
+    say = _say(as_json)
+    settings, run = _open_run(recipe, overrides, output, fresh)
+    with run.lock():
+        prepared = run_prepare(settings, run, load_target(**settings.target.model_dump()), say)
+    if as_json:
+        print(json.dumps({"folder": str(run.path), **prepared.manifest}))
+    say(f"prepared data in {run.prepared}. Next: drafttrain train {run.path}")
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    output: Output = None,
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train the recipe's draft; prepares what is missing and resumes what was begun.
+
+    Example: drafttrain train recipes/gemma3/eagle3-gemma3-270m.yaml training.max_minutes=20
+    """
+    run_training(recipe, overrides, output, fresh, as_json)
+
+
+def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, method: str | None = None) -> None:
+    """What `train` and the scripts for `accelerate launch` do. Only the main process claims and locks the run
+    folder.
+    """
+    from contextlib import nullcontext
+
+    from accelerate import PartialState
+
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.training.run import train as fit
+
+    state = PartialState()
+    say = _say(as_json)
+    with state.main_process_first():
+        settings, run = _open_run(recipe, overrides, output, fresh and state.is_main_process, method)
+    with run.lock() if state.is_main_process else nullcontext():
+        fit(settings, run, say=say)
+    if state.is_main_process:
+        if as_json:
+            facts = json.loads((RunFolder(run.path).draft / "drafttrain.json").read_text())
+            print(json.dumps({"folder": str(run.path), "draft": str(run.draft), **facts}))
+        say(f"Next: drafttrain evaluate {run.path}")
+
+
+@app.command()
+def evaluate(
+    source: Annotated[str, typer.Argument(help="A run folder, a draft folder or a hub id.", metavar="RUN|DIR")],
+    target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
+    k: Annotated[str | None, typer.Option(help="Drafts a round, e.g. 3 or 1,3,5.")] = None,
+    temperature: Annotated[str | None, typer.Option(help="Temperatures, e.g. 0 or 0,0.8. 0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass, applied to target and draft alike.")] = None,
+    draft_mode: Annotated[str | None, typer.Option(help="one_hot or probabilistic, when sampling.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts; default: the recipe's data.test.")] = None,
+    num_prompts: Annotated[int | None, typer.Option(help="How many of them.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each prompt.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure acceptance and wall-clock speedup over the plain target, beside n-gram lookup and the untrained draft.
+
+    Example: drafttrain evaluate checkpoints/demo --k 3,5 --temperature 0,0.8
+    """
+    from drafttrain.data.conversations import DataError
+    from drafttrain.data.prepare import load_prepared
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.evaluate.report import EvaluationError, print_table, write_report
+    from drafttrain.evaluate.run import evaluate_draft, settings_with
+    from drafttrain.recipe import EvaluationConfig
+    from drafttrain.target import load_target
+    from drafttrain.training.callbacks import read_log
+
+    say = _say(as_json)
+    run = RunFolder(Path(source))
+    recipe = run.recipe() if run.recipe_file.exists() else None
+    if recipe is None and target is None:
+        raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    settings = settings_with(
+        recipe.evaluation if recipe else EvaluationConfig(),
+        k=_numbers(k, int, "--k"),
+        temperature=_numbers(temperature, float, "--temperature"),
+        top_p=top_p,
+        draft_mode=draft_mode,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+    )
+    loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
+    training_rows = []
+    if recipe is not None:
+        try:
+            training_rows = [row["input_ids"] for row in load_prepared(recipe, run, loaded).rows["train"]]
+        except DataError as error:
+            say(f"note: the training data is not at hand, overlap is not measured ({error})")
+    report = evaluate_draft(source, loaded, settings, recipe=recipe, training_rows=training_rows, say=say)
+    folder = output or (run.path / "evaluation" / report["prompts"]["name"] if recipe else Path("evaluation"))
+    _, html = write_report(report, folder, read_log(run.log) if recipe else None)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        print_table(report, Console())
+    say(f"report in {html}. Next: drafttrain export {source}")
+
+
+def _numbers(text: str | None, kind: type, flag: str) -> list | None:
+    from drafttrain.evaluate.report import EvaluationError
+
+    if text is None:
+        return None
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise EvaluationError(f"{flag} is {text!r}, expected numbers separated by commas, e.g. 1,3,5") from error
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run folder or a draft folder.", metavar="RUN")],
+    engine: Annotated[str | None, typer.Option(help="vllm, sglang, tensorrt-llm or llama.cpp.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: as evaluated.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder to write. Default: <run>/export/<engine>.")] = None,
+    k: Annotated[int, typer.Option(help="Drafts a round, for the serve command.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Write the directory that serving engines load, and print the serve command.
+
+    Example: drafttrain export checkpoints/demo --engine vllm
+    """
+    from drafttrain.data.features import DTYPES
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.drafts.loading import find_draft
+    from drafttrain.export.eagle3 import ENGINES, ExportError, export_eagle3, serve_command
+    from drafttrain.target import load_target
+
+    say = _say(as_json)
+    run = RunFolder(source)
+    recipe = run.recipe() if run.recipe_file.exists() else None
+    if recipe is None and target is None:
+        raise ExportError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    engine = engine or (recipe.export.engine if recipe else "vllm")
+    if engine not in ENGINES:
+        raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ExportError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
+    loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
+    folder = output or source / "export" / engine
+    export_eagle3(find_draft(source), loaded, folder, DTYPES[dtype] if dtype else None)
+    command = serve_command(engine, loaded, folder, k)
+    if as_json:
+        print(json.dumps({"folder": str(folder), "engine": engine, "command": command}))
+    say(f"draft for {engine} in {folder}. Next: {command or 'load the folder in the engine as its EAGLE-3 draft'}")
+
+
+@app.command()
+def demo(
+    target: Annotated[str | None, typer.Option(help="Another target: hub id or folder. Default: Gemma 3 270M.")] = None,
+    minutes: Annotated[float, typer.Option(help="Minutes of training.")] = 9.0,
+    output: Annotated[Path, typer.Option(help="Run folder.")] = Path("checkpoints/demo"),
+    fresh: Fresh = False,
+    as_json: AsJson = False,
+) -> None:
+    """The whole road on a small real model, on this machine: data, training, evaluation, export, report.
+
+    Example: drafttrain demo
+    """
+    from drafttrain.demo import run_demo
+
+    report = run_demo(target, minutes, output, fresh, _say(as_json), None if as_json else Console())
+    if as_json:
+        print(json.dumps(report))

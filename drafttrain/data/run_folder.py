@@ -1,0 +1,103 @@
+"""A run's folder: checkpoints/<recipe>/ with its recipe, prepared data, checkpoints, draft, evaluations and exports."""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from drafttrain.errors import UserError
+from drafttrain.recipe import Recipe, load_recipe, recipe_difference, save_recipe
+
+
+class RunError(UserError):
+    """A run folder that cannot be used, or a run that had to stop; says what is intact and how to go on."""
+
+
+FREE_KEYS = ("evaluation", "export", "training.max_minutes", "training.max_steps", "training.num_train_epochs")
+"""What may change between two commands on the same run: it alters neither the data nor the draft's shape."""
+
+
+class RunFolder:
+    """The paths of one run. `claim` binds it to a recipe; `lock` keeps a second process out."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.recipe_file = path / "recipe.yaml"
+        self.prepared = path / "prepared"
+        self.draft = path / "draft"
+        self.untrained = path / "untrained"
+        self.log = path / "log.jsonl"
+
+    @classmethod
+    def find(cls, path: Path) -> "RunFolder":
+        """An existing run. RunError when the folder is none."""
+        run = cls(path)
+        if not run.recipe_file.exists():
+            raise RunError(
+                f"{path} is no run folder: it has no recipe.yaml. Mend: give the folder that training wrote."
+            )
+        return run
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe that this run was made with."""
+        return load_recipe(self.recipe_file)
+
+    def claim(self, recipe: Recipe, fresh: bool = False) -> None:
+        """Write the resolved recipe into the folder, or check that it is this recipe's. RunError otherwise.
+
+        fresh: the folder must be empty. Evaluation, export and the length of training may change between commands.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise RunError(f"{self.path} is a file, expected a folder for the run. Mend: give another --output.")
+        content = [entry.name for entry in self.path.iterdir() if entry.name != "lock"] if self.path.exists() else []
+        if fresh and content:
+            raise RunError(
+                f"{self.path} is not empty ({', '.join(sorted(content)[:4])}), and --fresh asks for an empty folder. "
+                "Mend: give another --output, or remove the folder."
+            )
+        if self.recipe_file.exists():
+            changed = [
+                line for line in recipe_difference(self.recipe(), recipe) if not line.strip().startswith(FREE_KEYS)
+            ]
+            if changed:
+                raise RunError(
+                    f"{self.path} belongs to another recipe: {'; '.join(changed[:5])}. "
+                    "Mend: give another --output, or run the recipe that the folder holds."
+                )
+        elif content:
+            raise RunError(
+                f"{self.path} holds other files ({', '.join(sorted(content)[:4])}) and no recipe.yaml. "
+                "Expected an empty folder or a run. Mend: give another --output."
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            save_recipe(recipe, self.recipe_file)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be written ({error.strerror}). Mend: give another --output.") from error
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder for this process. RunError when another one holds it; a crash releases it."""
+        with open(self.path / "lock", "w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunError(
+                    f"{self.path} is in use by another process. Mend: wait for it, or give another --output."
+                ) from error
+            handle.write(str(os.getpid()))
+            handle.flush()
+            yield
+
+    def checkpoints(self) -> list[Path]:
+        """Whole checkpoints, oldest first (an unfinished one never carries this name)."""
+        found = [entry for entry in self.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", entry.name)]
+        return sorted(found, key=lambda entry: int(entry.name.split("-")[1]))
+
+    def rotate(self, keep: int) -> None:
+        """Remove all but the newest `keep` checkpoints."""
+        for checkpoint in self.checkpoints()[:-keep]:
+            shutil.rmtree(checkpoint)

@@ -1,0 +1,147 @@
+"""The draft vocabulary: the target's most frequent produced tokens, counted on supervised training tokens alone.
+Special and stop tokens are always in it: without them no turn's end can be drafted. See FR-Spec, arXiv 2502.14856."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drafttrain.data.conversations import DataError
+from drafttrain.data.files import write_beside, write_json
+from drafttrain.drafts.base import tokenizer_hash
+from drafttrain.target import Target
+
+Rows = Iterable[tuple[Sequence[int], Sequence[int]]]
+
+MOST_ADDED = 1024  # More added special tokens than this are reserved slots, which no text holds.
+TENSORS, FACTS = "draft_vocab.safetensors", "draft_vocab.json"
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """ids int64 [Vd]: target ids, strictly rising; coverage: share of the counted tokens that are in it; distinct: how
+    many different tokens were counted."""
+
+    ids: Tensor
+    coverage: float
+    distinct: int
+
+
+def build_draft_vocab(rows: Rows, vocab_size: int, size: int | None, keep_ids: Collection[int]) -> DraftVocab:
+    """The `size` target ids that a draft can say, from rows of (token ids, loss mask) of the TRAINING data.
+
+    `keep_ids` first, then by count of supervised tokens (ties: the lower id), then, where fewer distinct tokens were
+    seen than asked for, the lowest unused ids. size None or >= vocab_size: all ids. Raises DataError when size is below
+    the number of kept ids, an id is not in 0..vocab_size-1, or nothing is supervised.
+    """
+    counts = _count(rows, vocab_size)
+    distinct = int((counts > 0).sum())
+    if size is None or size >= vocab_size:
+        return DraftVocab(torch.arange(vocab_size), 1.0, distinct)
+    kept = torch.tensor(sorted(set(keep_ids)), dtype=torch.long)
+    _check_ids(kept, vocab_size, "the kept tokens")
+    if size < len(kept):
+        raise DataError(
+            f"data.draft_vocab is {size}, but {len(kept)} special and stop tokens are always in it; expected more "
+            "than that, 8000 to 32000 are usual"
+        )
+    ranked = counts.clone()
+    ranked[kept] = int(counts.sum()) + 1
+    # A stable sort leaves equal counts in the order of their ids, unused ones included.
+    ids = ranked.argsort(descending=True, stable=True)[:size].sort().values
+    return DraftVocab(ids, int(counts[ids].sum()) / int(counts.sum()), distinct)
+
+
+def coverage(vocab: DraftVocab, rows: Rows) -> float:
+    """Share of the supervised tokens of other rows that the vocabulary holds: the ceiling it sets on acceptance.
+
+    Raises DataError when nothing is supervised in them.
+    """
+    total = inside = 0
+    for ids, mask in rows:
+        supervised = _supervised(ids, mask)
+        total += len(supervised)
+        inside += int(torch.isin(supervised, vocab.ids).sum())
+    if not total:
+        raise DataError("found no supervised token to measure the draft vocabulary on; check the data and its mask")
+    return inside / total
+
+
+def special_ids(target: Target) -> list[int]:
+    """Ids that every draft vocabulary keeps, ascending: the tokenizer's special tokens, the target's stop tokens, and
+    added tokens marked special unless there are 1024 or more of them. Ids beyond the target's vocabulary are not."""
+    ids = set(target.stop_ids)
+    if target.tokenizer is not None:
+        added = [token for token, entry in target.tokenizer.added_tokens_decoder.items() if entry.special]
+        ids |= set(target.tokenizer.all_special_ids) | set(added if len(added) < MOST_ADDED else ())
+    return sorted(token for token in ids if token < target.vocab_size)
+
+
+def save_vocab(vocab: DraftVocab, folder: Path, target: Target, size: int | None) -> None:
+    """Write draft_vocab.safetensors and draft_vocab.json (what it was made for); size: as asked for in the recipe."""
+    facts = {
+        **_made_for(target, size),
+        "coverage": vocab.coverage,
+        "distinct": vocab.distinct,
+        "ids_sha256": _hash(vocab.ids),
+    }
+    write_beside(folder / TENSORS, lambda path: save_file({"ids": vocab.ids.contiguous()}, path))
+    write_json(folder / FACTS, facts)
+
+
+def load_vocab(folder: Path, target: Target, size: int | None) -> DraftVocab:
+    """What save_vocab wrote. DataError when it is missing or broken, or made for another tokenizer, vocabulary or size:
+    a stale map would send every draft to the wrong token."""
+    try:
+        facts = dict(json.loads((folder / FACTS).read_text(encoding="utf-8")))
+        ids = load_file(folder / TENSORS)["ids"]
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise DataError(f"{folder}: cannot read the draft vocabulary ({error}); prepare the data again") from error
+    expected = {**_made_for(target, size), "ids_sha256": _hash(ids)}
+    stale = [f"{key} {facts.get(key)}, now {value}" for key, value in expected.items() if facts.get(key) != value]
+    if stale:
+        raise DataError(f"{folder / FACTS} is stale ({'; '.join(stale)}); prepare the data again with --fresh")
+    return DraftVocab(ids, facts["coverage"], facts["distinct"])
+
+
+def _made_for(target: Target, size: int | None) -> dict[str, str | int | None]:
+    return {
+        "tokenizer_sha256": None if target.tokenizer is None else tokenizer_hash(target.tokenizer),
+        "vocab_size": target.vocab_size,
+        "draft_vocab": size,
+    }
+
+
+def _hash(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+
+
+def _count(rows: Rows, vocab_size: int) -> Tensor:
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for ids, mask in rows:
+        supervised = _supervised(ids, mask)
+        _check_ids(supervised, vocab_size, "the training data")
+        counts += torch.bincount(supervised, minlength=vocab_size)
+    if not counts.any():
+        raise DataError("found no supervised token to count for the draft vocabulary; check data.train and its mask")
+    return counts
+
+
+def _supervised(ids: Sequence[int], mask: Sequence[int]) -> Tensor:
+    tokens = torch.as_tensor(ids, dtype=torch.long)
+    return tokens[torch.as_tensor(mask, dtype=torch.bool)]
+
+
+def _check_ids(ids: Tensor, vocab_size: int, where: str) -> None:
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+        raise DataError(
+            f"{where}: found token id {worst}, expected 0 to {vocab_size - 1}; the rows were made with another "
+            "tokenizer, prepare them again"
+        )

@@ -1,0 +1,1 @@
+"""Exporters: the only place that knows the layouts of serving engines."""

@@ -1,0 +1,1 @@
+"""Training of any Draft on transformers.Trainer."""

@@ -1,0 +1,104 @@
+"""Trainer callbacks: the budget in minutes, the log as JSON lines, the progress bar, and the best draft so far."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+
+class Budget(TrainerCallback, ExportableState):
+    """Stops after `max_minutes` of training (evaluation and saving included), counted across resumes, and tells the
+    progress.
+
+    progress() in [0, 1] drives the learning rate: the larger of steps done / planned and minutes spent / allowed.
+    """
+
+    def __init__(self, max_minutes: float | None = None, elapsed: float = 0.0):
+        self.max_minutes, self.elapsed = max_minutes, elapsed
+        self._started: float | None = None
+
+    def state(self) -> dict:
+        return {"args": {"max_minutes": self.max_minutes, "elapsed": self.seconds()}, "attributes": {}}
+
+    def seconds(self) -> float:
+        """Seconds trained so far, earlier sessions included."""
+        return self.elapsed + (time.monotonic() - self._started if self._started is not None else 0.0)
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._started = time.monotonic()
+
+    def progress(self, step: int, max_steps: int) -> float:
+        """How much of the run is done, 0 to 1."""
+        spent = self.seconds() / (60 * self.max_minutes) if self.max_minutes else 0.0
+        return min(1.0, max(step / max(max_steps, 1), spent))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.max_minutes and self.seconds() >= 60 * self.max_minutes:
+            control.should_training_stop = True
+        return control
+
+
+class JsonLog(TrainerCallback):
+    """Appends every log entry of the main process to log.jsonl, one JSON object a line, with step and minutes."""
+
+    def __init__(self, path: Path, budget: Budget):
+        self.path, self.budget = path, budget
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            row = {"step": state.global_step, "minutes": round(self.budget.seconds() / 60, 4), **logs}
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read_log(path: Path) -> list[dict]:
+    """The rows of a log.jsonl; a last line cut off by a crash is left out. Rows of steps that a resume repeated are
+    the new ones.
+    """
+    rows: list[dict] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        rows = [earlier for earlier in rows if earlier["step"] <= row["step"]]
+        rows.append(row)
+    return rows
+
+
+class Bar(TrainerCallback):
+    """A progress bar on stderr: the share of the budget done, loss, acceptance at the first step, tokens per second."""
+
+    def __init__(self, budget: Budget, notes: Callable[[], str]):
+        self.budget, self.notes = budget, notes
+        self._progress: Progress | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        console = Console(stderr=True)
+        if state.is_world_process_zero and console.is_terminal:
+            columns = (TextColumn("training"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+            self._progress = Progress(*columns, TextColumn("{task.fields[note]}"), console=console)
+            self._task = self._progress.add_task("", total=1.0, note="")
+            self._progress.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._progress is not None:
+            done = self.budget.progress(state.global_step, state.max_steps)
+            self._progress.update(self._task, completed=done, note=f"step {state.global_step}  {self.notes()}")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was, also after an error."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -1,0 +1,72 @@
+"""`drafttrain train`: a recipe's draft from prepared data to the run's draft folder; the same command resumes."""
+
+import math
+from collections.abc import Callable
+
+from accelerate import PartialState
+
+from drafttrain.data.batching import TokenBudgetSampler, collate
+from drafttrain.data.features import DTYPES
+from drafttrain.data.prepare import Prepared, prepare
+from drafttrain.data.run_folder import RunError, RunFolder
+from drafttrain.drafts.base import Batch, Draft
+from drafttrain.drafts.loading import new_draft
+from drafttrain.export.eagle3 import save_draft
+from drafttrain.recipe import Recipe
+from drafttrain.target import Target, load_target
+from drafttrain.training.trainer import DraftTrainer
+
+GATE_NATS = 0.5
+
+
+def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Callable[[str], None] = print) -> None:
+    """Prepare what is missing, then train. Raises RunError, DataError, TargetError or DraftError with the mend.
+
+    Leaves run/draft (best on validation; the last one without validation data), run/untrained, checkpoints and
+    log.jsonl.
+    """
+    state = PartialState()
+    say = say if state.is_main_process else (lambda message: None)
+    target = target or load_target(**recipe.target.model_dump())
+    with state.main_process_first():
+        prepared = prepare(recipe, run, target, say)
+    draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics)
+    sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
+    dtype = DTYPES[recipe.export.dtype]
+
+    def keep_best(best: Draft, validation: dict) -> None:
+        save_draft(best, target, run.draft, dtype, validation=validation)
+
+    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best)
+    if not run.checkpoints():
+        start_up_gate(draft, recipe, prepared, sources["train"], say)
+        if state.is_main_process:
+            save_draft(draft, target, run.untrained, dtype)
+    else:
+        say(f"resuming from {run.checkpoints()[-1].name}")
+    trainer.fit()
+    trainer.evaluate()
+    if f"checkpoint-{trainer.state.global_step}" not in [c.name for c in run.checkpoints()]:
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+    if not trainer.eval_dataset and state.is_main_process:
+        save_draft(draft, target, run.draft, dtype)
+    minutes = trainer.budget.seconds() / 60
+    best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
+    say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; draft in {run.draft}")
+
+
+def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say: Callable[[str], None]) -> None:
+    """Set the draft's logit scale on one batch and refuse to train from a start that is worse than guessing."""
+    rows = prepared.rows["train"]
+    sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], recipe.training.max_tokens_per_batch, 1, 0)
+    batch = source.attach(Batch(**collate([rows[i] for i in sampler.batches()[0]])))
+    loss = draft.calibrate(batch)
+    limit = math.log(draft.draft_vocab_size) + GATE_NATS
+    say(f"start-up gate: step-0 loss {loss:.2f} nats, uniform guessing {limit - GATE_NATS:.2f}")
+    if not loss <= limit:
+        raise RunError(
+            f"The untrained draft starts at {loss:.2f} nats a row, worse than uniform guessing over "
+            f"{draft.draft_vocab_size} words ({limit - GATE_NATS:.2f}). Expected at most {limit:.2f}: "
+            "features, feature "
+            "layers or the target's head do not fit. Mend: check features.layers, and prepare again with --fresh."
+        )

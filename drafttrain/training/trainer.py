@@ -1,0 +1,294 @@
+"""The one trainer of every draft: transformers.Trainer with a draft whose forward is its loss, on features of a
+frozen target.
+"""
+
+import json
+import math
+import shutil
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from drafttrain.data.batching import TokenBudgetSampler, collate
+from drafttrain.data.features import FeatureSource
+from drafttrain.data.run_folder import RunError, RunFolder
+from drafttrain.drafts.base import Batch, Draft, DraftLoss
+from drafttrain.nn.fused_losses import StepFigures
+from drafttrain.recipe import TrainingConfig
+from drafttrain.training.callbacks import Bar, Budget, JsonLog
+from drafttrain.training.schedule import learning_rate_factor
+
+
+class DraftTrainer(Trainer):
+    """Trains a Draft on rows {"index", "input_ids", "loss_mask"}; features come from a FeatureSource for each split.
+
+    What it adds to Trainer: batches under a token budget, the objective divided by the step-0 rows of all ranks and
+    accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, a budget in minutes.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        config: TrainingConfig,
+        run: RunFolder,
+        rows: dict[str, list[dict]],
+        sources: dict[str, FeatureSource],
+        on_best=None,
+    ):
+        self.config, self.run, self.rows, self.sources, self.on_best = config, run, rows, sources, on_best
+        self.budget = Budget(config.max_minutes)
+        self._sums: StepFigures | None = None
+        self._tokens, self._note = 0, ""
+        args = _arguments(config, run.path, draft)
+        self.bar = Bar(self.budget, lambda: self._note)
+        super().__init__(
+            model=draft,
+            args=args,
+            train_dataset=rows["train"],
+            eval_dataset=rows.get("validation"),
+            data_collator=collate,
+            callbacks=[self.budget, JsonLog(run.log, self.budget), self.bar, _Epochs(self)],
+        )
+        self.model_accepts_loss_kwargs = True
+        self.sampler: TokenBudgetSampler | None = None
+        self.best = _read_best(run)
+
+    # --- data
+
+    def get_train_dataloader(self) -> DataLoader:
+        self.sampler = TokenBudgetSampler(
+            [len(row["input_ids"]) for row in self.train_dataset],
+            self.config.max_tokens_per_batch,
+            self.accelerator.num_processes,
+            self.config.seed,
+        )
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=self.sampler,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+        )
+        return self.accelerator.prepare(loader)
+
+    # --- loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        batch = self.sources["train"].attach(
+            Batch(**{f.name: inputs[f.name] for f in fields(Batch) if f.name in inputs})
+        )
+        output: DraftLoss = model(_to(batch, self.args.device))
+        if not torch.isfinite(output.objective):
+            raise RunError(
+                f"The loss is {output.objective.item()} at step {self.state.global_step} on rows "
+                f"{batch.index.tolist()[:8]} of the training data. The last checkpoint is intact. Mend: look at "
+                "these rows, "
+                "lower training.learning_rate, then run the same command to resume."
+            )
+        self._sums = _add(self._sums, output.figures)
+        self._tokens += int(batch.lengths.sum())
+        loss = output.objective / num_items_in_batch.clamp_min(1) * self.accelerator.num_processes
+        return (loss, output) if return_outputs else loss
+
+    def log(self, logs: dict, start_time: float | None = None) -> None:
+        """Trainer's log, with the figures of each unroll step since the last one and the tokens per second."""
+        if self._sums is not None and "loss" in logs:
+            sums = self._reduce(self._sums)
+            logs |= rates(sums, "")
+            spent = self.budget.seconds()
+            tokens = int(self.accelerator.reduce(torch.tensor(self._tokens, device=self.args.device), "sum"))
+            logs["tokens_per_second"] = tokens / max(spent - self._logged_at, 1e-9)
+            self._logged_at, self._sums, self._tokens = spent, None, 0
+            self._note = f"loss {logs['loss']:.3f}  acceptance {logs['step_acceptance/0']:.3f}  "
+            self._note += f"{logs['tokens_per_second']:.0f} tokens/s"
+        super().log(logs, start_time)
+
+    def _reduce(self, figures: StepFigures) -> StepFigures:
+        return StepFigures(*(self.accelerator.reduce(part.to(self.args.device), "sum") for part in _parts(figures)))
+
+    # --- validation
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        """Teacher-forced figures on the validation rows; a better acceptance length than before hands the draft to
+        on_best.
+        """
+        if not self.eval_dataset:
+            return {}
+        metrics = self.validate()
+        self.log(dict(metrics))
+        length = metrics["eval_acceptance_length"]
+        if (self.best is None or length > self.best) and self.is_world_process_zero():
+            self.best = length
+            if self.on_best is not None:
+                self.on_best(self.model, {"step": self.state.global_step, **metrics})
+        return metrics
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        """eval_loss, eval_step_acceptance/k and eval_acceptance_length = 1 + the joint teacher-forced acceptances,
+        summed.
+        """
+        draft = self.accelerator.unwrap_model(self.model)
+        was_training = draft.training
+        draft.eval()
+        sampler = TokenBudgetSampler(
+            [len(row["input_ids"]) for row in self.eval_dataset], self.config.max_tokens_per_batch
+        )
+        sums = None
+        for indices in sampler.batches()[self.accelerator.process_index :: self.accelerator.num_processes]:
+            batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
+            with self.accelerator.autocast():
+                output = draft(_to(self.sources["validation"].attach(batch), self.args.device))
+            sums = _add(sums, output.figures)
+        draft.train(was_training)
+        if sums is None:
+            sums = StepFigures(*(torch.zeros(self.config.ttt_steps) for _ in range(5)))
+        return rates(self._reduce(sums), "eval_")
+
+    # --- optimisation
+
+    def create_scheduler(self, num_training_steps: int, optimizer=None):
+        if self.lr_scheduler is None:
+            c = self.config
+
+            def factor(step: int) -> float:
+                progress = self.budget.progress(step, num_training_steps)
+                return learning_rate_factor(
+                    c.lr_scheduler_type, step, progress, c.warmup_steps, c.decay_fraction, c.min_lr_ratio
+                )
+
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    # --- checkpoints
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self.model.state_dict() if state_dict is None else state_dict
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
+        self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / "model.safetensors"))
+
+    def _get_output_dir(self, trial) -> str:
+        return str(self.run.path / ".saving")
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Written in a folder of its own and renamed when whole; a failure keeps the last checkpoint and says so."""
+        staging = self.run.path / ".saving"
+        name = f"checkpoint-{self.state.global_step}"
+        try:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                shutil.rmtree(self.run.path / name, ignore_errors=True)
+                (staging / name).rename(self.run.path / name)
+                self.run.rotate(self.config.save_total_limit)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            intact = self.run.checkpoints()
+            kept = f"{intact[-1].name} is intact" if intact else "there is no earlier checkpoint"
+            raise RunError(
+                f"{name} could not be saved ({error}); {kept}. Mend: free some space, then run the same command to "
+                "resume."
+            ) from error
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+
+    def fit(self) -> None:
+        """Train from the last whole checkpoint, or from the start; validates and saves at the end."""
+        checkpoints = self.run.checkpoints()
+        self._logged_at = 0.0
+        try:
+            self.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+        finally:
+            self.bar.close()
+
+
+class _Epochs(TrainerCallback):
+    """Starts the clock with the first step and gives the sampler its epoch, on one process and on many alike."""
+
+    def __init__(self, trainer: DraftTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # A resume has replaced the budget's numbers by the checkpoint's; the clock runs on from there.
+        self.trainer.budget.max_minutes = self.trainer.config.max_minutes
+        self.trainer.budget.start()
+        self.trainer._logged_at = self.trainer.budget.seconds()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer.sampler.set_epoch(math.floor(state.epoch or 0))
+
+
+def _arguments(config: TrainingConfig, folder: Path, draft: Draft) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=config.num_train_epochs,
+        max_steps=config.max_steps,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        max_grad_norm=config.max_grad_norm,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        bf16=config.bf16,
+        use_cpu=next(draft.parameters()).device.type == "cpu",
+        logging_steps=config.logging_steps,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=config.eval_steps,
+        save_strategy="steps",
+        save_steps=config.save_steps,
+        seed=config.seed,
+        report_to=config.report_to or "none",
+        dataloader_num_workers=config.dataloader_num_workers,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        accelerator_config={"even_batches": False},
+    )
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    return Batch(**{f.name: getattr(batch, f.name).to(device) for f in fields(batch)})
+
+
+def _parts(figures: StepFigures) -> tuple[Tensor, ...]:
+    return figures.rows, figures.loss, figures.hits, figures.alpha, figures.joint
+
+
+def _add(sums: StepFigures | None, figures: StepFigures) -> StepFigures:
+    if sums is None:
+        return figures
+    return StepFigures(*(a + b for a, b in zip(_parts(sums), _parts(figures), strict=True)))
+
+
+def rates(sums: StepFigures, prefix: str) -> dict[str, float]:
+    """Means of summed figures: step_loss/k, step_acceptance/k (top-1 hits, teacher-forced, unconditional),
+    step_alpha/k, and, with the prefix eval_, loss and acceptance_length."""
+    rows = sums.rows.clamp_min(1).tolist()
+    out: dict[str, float] = {}
+    for k, count in enumerate(rows):
+        out[f"{prefix}step_acceptance/{k}"] = sums.hits[k].item() / count
+        out[f"{prefix}step_alpha/{k}"] = sums.alpha[k].item() / count
+        out[f"{prefix}step_loss/{k}"] = sums.loss[k].item() / count
+    if prefix:
+        out[f"{prefix}loss"] = sums.loss[0].item() / rows[0]
+        out[f"{prefix}acceptance_length"] = 1 + sum(j / n for j, n in zip(sums.joint.tolist(), rows, strict=True))
+    return out
+
+
+def _read_best(run: RunFolder) -> float | None:
+    path = run.draft / "drafttrain.json"
+    return json.loads(path.read_text()).get("validation", {}).get("eval_acceptance_length") if path.exists() else None
