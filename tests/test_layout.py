@@ -72,8 +72,8 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             broken.append(f"line {line}: {name or 'drafttrain'} is no module of the package; import from its own home")
         elif home == "__init__" or LEVEL[floor] >= LEVEL[home]:
             broken.append(f"line {line}: {home} imports {name}, which is not below it")
-        elif not f"{name}.".startswith(ONLY_THROUGH.get((home, floor), floor) + "."):
-            broken.append(f"line {line}: {home} imports {name}, expected only {ONLY_THROUGH[home, floor]}")
+        elif not f"{name}.".startswith(tuple(f"{way}." for way in ONLY_THROUGH.get((home, floor), (floor,)))):
+            broken.append(f"line {line}: {home} imports {name}, expected {ONLY_THROUGH.get((home, floor), floor)}")
     return broken
 
 

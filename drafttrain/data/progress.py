@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress_bar(description: str, total: float) -> Iterator[Callable[..., None]]:
-    """A bar; the yielded update(done, note="") sets how much of `total` is done. Without a terminal only its end is
-    printed.
+    """A bar; the yielded update(done, note="") sets how much of `total` is done. Without a terminal: a line at every
+    fifth of the way.
     """
     console = Console(stderr=True)
     columns = (
@@ -23,8 +23,13 @@ def progress_bar(description: str, total: float) -> Iterator[Callable[..., None]
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total, note="")
+        fifths = 0
 
         def update(done: float, note: str = "") -> None:
+            nonlocal fifths
             bar.update(task, completed=done, note=note)
+            if not console.is_terminal and total and 5 * done // total > fifths:
+                fifths = 5 * done // total
+                console.print(f"{description}: {done / total:.0%} {note}", highlight=False)
 
         yield update

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from torch import Tensor
 
 from drafttrain.drafts.base import Draft, DraftError, check_provenance
 from drafttrain.drafts.eagle3 import Eagle3Draft
