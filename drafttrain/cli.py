@@ -36,6 +36,23 @@ def main() -> None:
         sys.exit(1)
 
 
+@app.callback()
+def quiet() -> None:
+    """Train draft models for speculative decoding and prove what they are worth."""
+    quiet_libraries()
+
+
+def quiet_libraries() -> None:
+    """Bars are drawn by this package where something takes long; the libraries' own for a second's work are switched
+    off.
+    """
+    import datasets
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+
+
 def _escape(text: str) -> str:
     from rich.markup import escape
 
@@ -117,6 +134,7 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
     from drafttrain.data.run_folder import RunFolder
     from drafttrain.training.run import train as fit
 
+    quiet_libraries()
     state = PartialState()
     say = _say(as_json)
     with state.main_process_first():

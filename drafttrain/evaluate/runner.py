@@ -3,6 +3,7 @@ of them.
 """
 
 import random
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -78,7 +79,8 @@ def evaluate(
 
     drafts: one Draft, {label: Draft}, or Candidates. prompts: text, token ids or Prompt. Every prompt runs through all
     configurations before the next one, in an order shuffled anew, because machines drift. Ctrl-C keeps what is done.
-    Raises EvaluationError for no prompts or K < 1, and what `generate` raises.
+    Raises EvaluationError for no prompts, no samplings, K < 1, fewer than 2 new tokens, prompts that leave no room for
+    them, or two configurations of one name; and what `generate` raises.
     """
     candidates = _candidates(target, drafts, ngram)
     chosen = [_prompt(prompt, target) for prompt in prompts]
@@ -86,6 +88,7 @@ def evaluate(
         raise EvaluationError("no prompts to evaluate on; expected at least one. Mend: give --prompts or data.test")
     if not k or min(k) < 1:
         raise EvaluationError(f"k is {list(k)}; expected numbers from 1 on (the plain baseline is always run)")
+    _check_lengths(target, chosen, max_new_tokens)
     runs = _plan(candidates, sorted(set(k)), samplings)
     options = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
     for run in runs:  # Warm-up, not counted: allocations, kernels, caches.
@@ -103,9 +106,12 @@ def evaluate(
             for run in runs:
                 run.results.append(results[run.id])
     except KeyboardInterrupt:
-        chosen = chosen[: len(runs[0].results)]
-        if not chosen:
+        whole = min(len(run.results) for run in runs)
+        if not whole:
             raise
+        chosen = chosen[:whole]
+        for run in runs:
+            del run.results[whole:]
     return {
         "schema": 1,
         "target": {"name": target.name, "fingerprint": target.fingerprint},
@@ -138,20 +144,57 @@ def _candidates(target: Target, drafts, ngram: bool) -> list[Candidate]:
 def _prompt(prompt: str | Sequence[int] | Prompt, target: Target) -> Prompt:
     if isinstance(prompt, Prompt):
         return prompt
+    if isinstance(prompt, str) and target.tokenizer is None:
+        raise EvaluationError(f"{target.name} has no tokenizer for prompts of text. Mend: give token ids")
     ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     return Prompt(tuple(ids))
+
+
+def _check_lengths(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    """Before hours are spent: there is something to time, and room for it behind every prompt."""
+    if max_new_tokens < 2:
+        raise EvaluationError(
+            f"max_new_tokens is {max_new_tokens}; expected at least 2: the prefill yields the first token, and only "
+            "what follows is timed"
+        )
+    room = target.max_positions - max_new_tokens + 1  # The last token is never run.
+    long = [index for index, prompt in enumerate(prompts) if len(prompt.ids) > room]
+    if long:
+        raise EvaluationError(
+            f"prompt {long[0]} has {len(prompts[long[0]].ids)} tokens; expected at most {room}, which leaves room for "
+            f"{max_new_tokens} new ones in {target.name}'s {target.max_positions} positions. "
+            "Mend: shorten it or lower max_new_tokens"
+        )
 
 
 def _plan(candidates: Sequence[Candidate], ks: Sequence[int], samplings: Sequence[Sampling]) -> list[_Run]:
     runs = []
     for sampling in samplings:
-        suffix = "" if sampling.greedy else f"-t{sampling.temperature:g}-{sampling.mode.replace('_', '-')}"
+        suffix = _suffix(sampling)
         runs.append(_Run(f"plain{suffix}", None, 0, sampling, None))
         for candidate in candidates:
             for k in candidate.ks or ks:
                 run_id = f"{candidate.label.replace(' ', '-')}-k{k}{suffix}"
                 runs.append(_Run(run_id, candidate, k, sampling, candidate.make()))
+    ids = [run.id for run in runs]
+    twice = sorted({one for one in ids if ids.count(one) > 1})
+    if twice or not runs:
+        raise EvaluationError(
+            f"several configurations are named {', '.join(twice)}. Mend: give every draft a label and every sampling "
+            "settings of its own"
+            if runs
+            else "no samplings to evaluate with; expected at least one. Mend: samplings=[Sampling()]"
+        )
     return runs
+
+
+def _suffix(sampling: Sampling) -> str:
+    """What tells the runs of one sampling from another's: empty for greedy decoding."""
+    if sampling.greedy:
+        return ""
+    top_p = f"-p{sampling.top_p:g}" if sampling.top_p < 1 else ""
+    top_k = f"-top{sampling.top_k}" if sampling.top_k else ""
+    return f"-t{sampling.temperature:g}{top_p}{top_k}-{sampling.mode.replace('_', '-')}"
 
 
 def _decode(target: Target, prompt: Prompt, index: int, run: _Run, options: dict) -> Decoded:
@@ -195,7 +238,7 @@ def _summary(target: Target, run: _Run, plain: _Run, prompts: Sequence[Prompt]) 
         "intervals": _intervals(run, plain, tokens, spent, plain_spent),
         **_speeds(run, counts, seconds, tokens, spent),
         **costs(counts, seconds, run.k, *pool(plain.results)),
-        "speedup": None if candidate is None else (sum(tokens) / sum(spent)) / (sum(_tokens(plain)) / sum(plain_spent)),
+        "speedup": None if candidate is None else _speedup(tokens, spent, _tokens(plain), plain_spent),
         "seconds": {**asdict(seconds), "draft": seconds.draft + seconds.begin},
         "categories": _categories(run, plain, prompts),
         "identical_to_plain": None if candidate is None or not run.sampling.greedy else not divergences,
@@ -217,6 +260,11 @@ def _tokens(run: _Run) -> list[int]:
     return [result.counts.emitted - 1 for result in run.results]
 
 
+def _speedup(tokens, spent, plain_tokens, plain_spent) -> float | None:
+    """Ratio of pooled decode tokens/s; None where every output ended with the prefill's token."""
+    return (sum(tokens) / sum(spent)) / (sum(plain_tokens) / sum(plain_spent)) if sum(plain_tokens) else None
+
+
 def _intervals(run: _Run, plain: _Run, tokens, spent, plain_spent) -> dict[str, list[float] | None]:
     if run.candidate is None:
         return {"mean_acceptance_length": None, "speedup": None}
@@ -228,13 +276,13 @@ def _intervals(run: _Run, plain: _Run, tokens, spent, plain_spent) -> dict[str, 
 
 
 def _speeds(run: _Run, counts: Counts, seconds: Seconds, tokens, spent) -> dict[str, Any]:
-    rates = sorted(count / time for count, time in zip(tokens, spent, strict=True) if time > 0)
+    rates = [count / time for count, time in zip(tokens, spent, strict=True) if count]
     whole = seconds.prefill + seconds.decode
     return {
         "tokens_per_second": {
-            "median": rates[len(rates) // 2],
-            "min": rates[0],
-            "max": rates[-1],
+            "median": statistics.median(rates) if rates else None,
+            "min": min(rates, default=None),
+            "max": max(rates, default=None),
             "pooled": sum(tokens) / sum(spent),
         },
         "end_to_end_tokens_per_second": counts.emitted / whole,
@@ -266,13 +314,13 @@ def _categories(run: _Run, plain: _Run, prompts: Sequence[Prompt]) -> dict[str, 
         chosen = [i for i, prompt in enumerate(prompts) if prompt.category == category]
         counts, seconds = pool([run.results[i] for i in chosen])
         plain_counts, plain_seconds = pool([plain.results[i] for i in chosen])
-        speed = (counts.emitted - len(chosen)) / seconds.decode
-        plain_speed = (plain_counts.emitted - len(chosen)) / plain_seconds.decode
+        plain_tokens, plain_spent = [plain_counts.emitted - len(chosen)], [plain_seconds.decode]
+        speedup = _speedup([counts.emitted - len(chosen)], [seconds.decode], plain_tokens, plain_spent)
         out[category] = {
             "prompts": len(chosen),
             "mean_acceptance_length": counts.mean_acceptance_length,
             "acceptance_rate": counts.acceptance_rate,
-            "speedup": None if run.candidate is None else speed / plain_speed,
+            "speedup": None if run.candidate is None else speedup,
         }
     return out
 

@@ -11,14 +11,14 @@ def bootstrap_ratio(
     numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, offset: float = 0.0
 ) -> list[float] | None:
     """95% interval of offset + sum(numerators) / sum(denominators), resampling prompts 2,000 times; None below two
-    prompts.
+    prompts. Resamples whose ratio is not defined are left out; None when all are.
     """
     if len(numerators) < 2:
         return None
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     draws = np.random.default_rng(seed).integers(0, len(top), (RESAMPLES, len(top)))
-    ratios = offset + top[draws].sum(1) / bottom[draws].sum(1)
-    return [float(x) for x in np.percentile(ratios, [2.5, 97.5])]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval(offset + top[draws].sum(1) / bottom[draws].sum(1))
 
 
 def bootstrap_speedup(
@@ -33,8 +33,13 @@ def bootstrap_speedup(
         return None
     t, s, pt, ps = (np.asarray(x, float) for x in (tokens, seconds, plain_tokens, plain_seconds))
     draws = np.random.default_rng(seed).integers(0, len(t), (RESAMPLES, len(t)))
-    ratios = (t[draws].sum(1) / s[draws].sum(1)) / (pt[draws].sum(1) / ps[draws].sum(1))
-    return [float(x) for x in np.percentile(ratios, [2.5, 97.5])]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval((t[draws].sum(1) / s[draws].sum(1)) / (pt[draws].sum(1) / ps[draws].sum(1)))
+
+
+def _interval(ratios: np.ndarray) -> list[float] | None:
+    defined = ratios[np.isfinite(ratios)]
+    return [float(x) for x in np.percentile(defined, [2.5, 97.5])] if len(defined) else None
 
 
 def ngram_overlap(prompts: Sequence[Sequence[int]], training: Sequence[Sequence[int]], n: int = 13) -> float:
@@ -43,10 +48,16 @@ def ngram_overlap(prompts: Sequence[Sequence[int]], training: Sequence[Sequence[
     """
     if not prompts:
         return 0.0
-    short = {len(prompt) for prompt in prompts if len(prompt) < n}
-    seen = {tuple(row[i : i + size]) for row in training for size in {n, *short} for i in range(len(row) - size + 1)}
-    found = 0
-    for prompt in prompts:
+    # The prompts' n-grams are kept, not the training data's: those would fill the memory.
+    owners: dict[tuple[int, ...], set[int]] = {}
+    for number, prompt in enumerate(prompts):
         size = min(n, len(prompt))
-        found += any(tuple(prompt[i : i + size]) in seen for i in range(len(prompt) - size + 1))
-    return found / len(prompts)
+        for i in range(len(prompt) - size + 1):
+            owners.setdefault(tuple(prompt[i : i + size]), set()).add(number)
+    sizes = {len(gram) for gram in owners}
+    found: set[int] = set()
+    for row in training:
+        for size in sizes:
+            for i in range(len(row) - size + 1):
+                found |= owners.get(tuple(row[i : i + size]), set())
+    return len(found) / len(prompts)

@@ -57,3 +57,17 @@ def test_nan_logits_raise():
 def test_settings_out_of_range(bad):
     with pytest.raises(SamplingError, match=next(iter(bad))):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
+def test_nucleus_beyond_the_head_of_the_distribution_equals_a_full_sort(spread):
+    """4,096 words: the flat case needs more than the 1,024 most likely ones, the peaked one far fewer."""
+    logits = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) * spread
+    for row, warped in zip(logits.double().softmax(-1), warp(logits, Sampling(temperature=1.0, top_p=0.7)), strict=True):
+        order = row.argsort(descending=True).tolist()
+        mass, kept = 0.0, []
+        while mass < 0.7:
+            kept.append(order[len(kept)])
+            mass += row[kept[-1]].item()
+        assert set(warped.nonzero()[:, 0].tolist()) == set(kept)
+        assert warped[kept].double().tolist() == pytest.approx((row[kept] / mass).tolist(), rel=1e-4)
