@@ -33,6 +33,12 @@ def make_draft(target, ids=None, layers=None, seed=0, **choices) -> Eagle3Draft:
     return draft
 
 
+def agreeable_draft(target):
+    """A draft that is accepted now and then: the target's own head on its last features."""
+    draft = make_draft(target, layers=[1, 4, 8])
+    return draft.initialise(torch.ones(draft.fc.in_features), target.final_norm.weight)
+
+
 def plain(target, prompts, count, **options) -> list[list[int]]:
     return [g.tokens for g in generate(target, prompts, max_new_tokens=count, stop_ids=(), **options).generations]
 

@@ -14,9 +14,10 @@ from drafttrain.drafts.base import supervised_rows
 class TokenBudgetSampler:
     """Yields lists of row indices whose padded size, rows x longest row, stays within `max_tokens`.
 
-    Every epoch is shuffled anew from (seed, epoch). Rows are taken in random order, sorted by length inside windows
-    of about 50 batches, so batches hold rows of similar length. Their number is a multiple of `world_size`: batches
-    are split to get there. Raises DataError when a row is longer than the budget.
+    Every epoch is shuffled anew from (seed, epoch). Rows are sorted by length class (steps of an eighth at most) and
+    packed at the longest length of their class, so batches hold rows of similar length and their number is the same
+    in every epoch, which the Trainer counts on for its steps and for finding its place when it resumes. It is a
+    multiple of `world_size`: batches are split to get there. Raises DataError when a row is longer than the budget.
     """
 
     def __init__(self, lengths: Sequence[int], max_tokens: int, world_size: int = 1, seed: int = 0):
@@ -31,6 +32,10 @@ class TokenBudgetSampler:
             )
         self.lengths, self.max_tokens = list(lengths), max_tokens
         self.world_size, self.seed, self.epoch = world_size, seed, 0
+        longest_of: dict[int, int] = {}
+        for length in self.lengths:
+            longest_of[_class(length)] = max(length, longest_of.get(_class(length), 0))
+        self._packed = [longest_of[_class(length)] for length in self.lengths]
         self._cached: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -53,11 +58,7 @@ class TokenBudgetSampler:
         rng = random.Random(f"{self.seed}:{self.epoch}")
         order = list(range(len(self.lengths)))
         rng.shuffle(order)
-        mean = sum(self.lengths) / len(self.lengths)
-        window = max(1, int(50 * self.max_tokens / mean))
-        batches: list[list[int]] = []
-        for start in range(0, len(order), window):
-            batches += self._pack(sorted(order[start : start + window], key=self.lengths.__getitem__))
+        batches = self._pack(sorted(order, key=self._packed.__getitem__))
         rng.shuffle(batches)
         while len(batches) % self.world_size:
             widest = max(batches, key=len)
@@ -71,10 +72,16 @@ class TokenBudgetSampler:
     def _pack(self, rows: list[int]) -> list[list[int]]:
         batches: list[list[int]] = [[]]
         for row in rows:
-            if batches[-1] and (len(batches[-1]) + 1) * self.lengths[row] > self.max_tokens:
+            if batches[-1] and (len(batches[-1]) + 1) * self._packed[row] > self.max_tokens:
                 batches.append([])
             batches[-1].append(row)
         return batches
+
+
+def _class(length: int) -> int:
+    """Lengths of one class differ by less than an eighth: 16..17, 18..19, .. 32..35, 36..39, .."""
+    step = 1 << max(0, length.bit_length() - 4)
+    return length // step * step
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -150,7 +151,7 @@ def write_store(
     """
     folder.mkdir(parents=True, exist_ok=True)
     manifest = _read_manifest(folder, key) or {"key": _plain(key), "shards": []}
-    manifest["shards"] = [shard for shard in manifest["shards"] if (folder / shard["file"]).exists()]
+    manifest["shards"] = list(takewhile(lambda shard: (folder / shard["file"]).exists(), manifest["shards"]))
     done = sum(shard["rows"] for shard in manifest["shards"])
     tokens = sum(sum(shard["lengths"]) for shard in manifest["shards"])
     while done < len(rows):

@@ -78,6 +78,8 @@ def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print) ->
         entries = recipe.data.train if split == "train" else recipe.data.validation
         if entries:
             rows[split] = _rows(split, entries, recipe, run, target, manifest, say)
+    # Before anything that follows from the rows, so that nothing of it can be stale after an interruption.
+    write_json(run.prepared / "manifest.json", manifest)
     vocab = _vocab(recipe, run, target, rows, manifest, say)
     sources = {}
     for split in rows:

@@ -58,7 +58,7 @@ class RunFolder:
                 f"{self.path} is not empty ({', '.join(sorted(content)[:4])}), and --fresh asks for an empty folder. "
                 "Mend: give another --output, or remove the folder."
             )
-        if self.recipe_file.exists():
+        if self.recipe_file.exists() and self._begun():
             changed = [
                 line for line in recipe_difference(self.recipe(), recipe) if not line.strip().startswith(FREE_KEYS)
             ]
@@ -67,7 +67,7 @@ class RunFolder:
                     f"{self.path} belongs to another recipe: {'; '.join(changed[:5])}. "
                     "Mend: give another --output, or run the recipe that the folder holds."
                 )
-        elif content:
+        elif content and not self.recipe_file.exists():
             raise RunError(
                 f"{self.path} holds other files ({', '.join(sorted(content)[:4])}) and no recipe.yaml. "
                 "Expected an empty folder or a run. Mend: give another --output."
@@ -77,6 +77,11 @@ class RunFolder:
             save_recipe(recipe, self.recipe_file)
         except OSError as error:
             raise RunError(f"{self.path} cannot be written ({error.strerror}). Mend: give another --output.") from error
+
+    def _begun(self) -> bool:
+        """Whether the folder holds more than a recipe: one that failed at once (a path misspelt) may be mended."""
+        names = {entry.name for entry in self.path.iterdir()} - {"lock", "recipe.yaml"}
+        return bool(names - {"prepared"}) or (self.prepared.exists() and any(self.prepared.iterdir()))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

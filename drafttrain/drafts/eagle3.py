@@ -328,8 +328,8 @@ def read_map(d2t: Tensor, config: Eagle3Config, path: Path) -> Tensor:
         or bool((ids.diff() <= 0).any())
     ):
         raise DraftError(
-            f"{path}: d2t of shape {tuple(d2t.shape)} is no vocabulary map. Expected {config.draft_vocab_size} target ids "
-            f"i + d2t[i] that rise strictly within 0..{config.vocab_size - 1}. Mend: export the draft again."
+            f"{path}: d2t of shape {tuple(d2t.shape)} is no vocabulary map. Expected {config.draft_vocab_size} target "
+            f"ids i + d2t[i] that rise strictly within 0..{config.vocab_size - 1}. Mend: export the draft again."
         )
     return ids
 

@@ -2,6 +2,7 @@
 folded in.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from drafttrain.data.files import replace_folder
 from drafttrain.drafts.base import write_provenance
 from drafttrain.drafts.eagle3 import Eagle3Draft
+from drafttrain.drafts.loading import load_draft
 from drafttrain.errors import UserError
 from drafttrain.target import Target
 
@@ -56,19 +58,32 @@ def save_draft(draft: Eagle3Draft, target: Target, folder: Path, dtype: torch.dt
     replace_folder(folder, fill)
 
 
+FILES = ("config.json", "model.safetensors", "drafttrain.json")
+
+
 def export_eagle3(draft_folder: Path, target: Target, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write the engines' directory from a run's draft folder: the very files that were evaluated, or, for another
-    dtype, from the fp32 masters. `folder` is replaced whole."""
+    dtype, from the fp32 masters. `folder` is replaced whole.
+
+    Raises DraftError where the draft does not fit the target, ExportError where there are no masters, a number does not
+    survive the cast, or `folder` holds anything else than a former export.
+    """
     master = draft_folder / "master"
+    stored = load_draft(draft_folder, target).fc.weight.dtype
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in FILES) if folder.is_dir() else []
+    if others or folder.is_file():
+        raise ExportError(
+            f"{folder} holds {', '.join(others[:4]) or 'something else'}; expected a new or empty folder, or a former "
+            "export, which is replaced. Mend: give another --output."
+        )
 
     def fill(path: Path) -> None:
-        stored = Eagle3Draft.from_pretrained(draft_folder).fc.weight.dtype
         if dtype is None or dtype == stored:
-            for name in ("config.json", "model.safetensors", "drafttrain.json"):
+            for name in FILES:
                 if (draft_folder / name).exists():
                     shutil.copyfile(draft_folder / name, path / name)
         elif master.exists():
-            write_eagle3(Eagle3Draft.from_pretrained(master), target, path, dtype)
+            write_eagle3(Eagle3Draft.from_pretrained(master), target, path, dtype, **_details(draft_folder))
         else:
             raise ExportError(
                 f"{draft_folder} holds {stored} weights and no fp32 masters, {dtype} was asked for. "
@@ -76,6 +91,12 @@ def export_eagle3(draft_folder: Path, target: Target, folder: Path, dtype: torch
             )
 
     replace_folder(folder, fill)
+
+
+def _details(draft_folder: Path) -> dict:
+    """What a draft's drafttrain.json says beyond the target: its validation figures."""
+    facts = json.loads((draft_folder / "drafttrain.json").read_text())
+    return {key: value for key, value in facts.items() if not key.startswith(("target", "tokenizer"))}
 
 
 ENGINES = ("vllm", "sglang", "tensorrt-llm", "llama.cpp")

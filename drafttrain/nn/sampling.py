@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafttrain.errors import UserError
+
+BLOCK = 512
 
 
 class SamplingError(UserError):
@@ -69,17 +72,20 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities fp32 [..., V] after temperature, then top-k, then top-p. At temperature 0 all mass is on the
     argmax.
 
-    top-p keeps the most likely tokens whose mass reaches top_p. Ties at either edge stay. Raises SamplingError where
+    top-p keeps the most likely tokens whose mass reaches top_p, ties at the edge included. Raises SamplingError where
     a logit is NaN.
     """
     if sampling.greedy:
         return torch.zeros(logits.shape, device=logits.device).scatter_(-1, greedy_choice(logits)[..., None], 1.0)
-    scaled = logits.float() / sampling.temperature
-    _refuse_nan(scaled.amax(-1))
-    if 0 < sampling.top_k < scaled.shape[-1]:
-        threshold = scaled.topk(sampling.top_k, -1).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
-    probabilities = scaled.softmax(-1)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        best, ids = logits.topk(sampling.top_k, -1)
+        _refuse_nan(best[..., 0])
+        chosen = (best.float() / sampling.temperature).softmax(-1)
+        probabilities = torch.zeros(logits.shape, device=logits.device).scatter_(-1, ids, chosen)
+    else:
+        scaled = logits.float() / sampling.temperature
+        _refuse_nan(scaled.amax(-1))
+        probabilities = scaled.softmax(-1)
     if sampling.top_p < 1:
         probabilities = _nucleus(probabilities, sampling.top_p)
     return probabilities
@@ -103,12 +109,24 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     An index of weight zero is never returned.
     """
-    cumulative = weights.double().cumsum(-1)
+    # Block sums first: a running sum over 262k words in double precision costs more than the softmax.
+    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()
+    cumulative = sums.cumsum(-1)
     goal = uniforms.to(cumulative)[..., None] * cumulative[..., -1:]
+    block = _first_beyond(cumulative, goal)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :].double().cumsum(-1)
+    rest = goal - (cumulative.gather(-1, block) - sums.gather(-1, block))
+    return (block * BLOCK + _first_beyond(inside, rest.clamp_min(0)))[..., 0]
+
+
+def _first_beyond(cumulative: Tensor, goal: Tensor) -> Tensor:
+    """Index [..., 1] of the first running sum above the goal; where rounding leaves none, of the last that has
+    weight.
+    """
     index = torch.searchsorted(cumulative, goal, right=True)
-    # A goal rounded up to the total would fall off the end: the last index that has weight is meant.
     last = torch.searchsorted(cumulative, cumulative[..., -1:].contiguous(), right=False)
-    return torch.minimum(index, last)[..., 0]
+    return torch.minimum(index, last)
 
 
 def _refuse_nan(largest: Tensor) -> None:

@@ -5,10 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from drafttrain.data.files import write_beside
+from drafttrain.data.run_folder import RunError
 
 
 class Budget(TrainerCallback, ExportableState):
@@ -21,6 +25,7 @@ class Budget(TrainerCallback, ExportableState):
     def __init__(self, max_minutes: float | None = None, elapsed: float = 0.0):
         self.max_minutes, self.elapsed = max_minutes, elapsed
         self._started: float | None = None
+        self._at_step = elapsed
 
     def state(self) -> dict:
         return {"args": {"max_minutes": self.max_minutes, "elapsed": self.seconds()}, "attributes": {}}
@@ -29,17 +34,29 @@ class Budget(TrainerCallback, ExportableState):
         """Seconds trained so far, earlier sessions included."""
         return self.elapsed + (time.monotonic() - self._started if self._started is not None else 0.0)
 
-    def start(self) -> None:
-        """Begin to count."""
+    def start(self, elapsed: float = 0.0) -> None:
+        """Begin to count, `elapsed` seconds into the run."""
+        self.elapsed = self._at_step = elapsed
         self._started = time.monotonic()
 
     def progress(self, step: int, max_steps: int) -> float:
-        """How much of the run is done, 0 to 1."""
-        spent = self.seconds() / (60 * self.max_minutes) if self.max_minutes else 0.0
-        return min(1.0, max(step / max(max_steps, 1), spent))
+        """How much of the run is done at the last step, 0 to 1."""
+        minutes = self._at_step / (60 * self.max_minutes) if self.max_minutes else 0.0
+        return min(1.0, max(step / max(max_steps, 1), minutes))
+
+    def spent(self) -> bool:
+        """Whether the minutes were up at the last step."""
+        return self.max_minutes is not None and self._at_step >= 60 * self.max_minutes
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Read the clock, the main process's for all: by their own, ranks would differ in rate and last step."""
+        clock = [self.seconds()]
+        if args.world_size > 1:
+            broadcast_object_list(clock)
+        self._at_step = clock[0]
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.max_minutes and self.seconds() >= 60 * self.max_minutes:
+        if self.spent():
             control.should_training_stop = True
         return control
 
@@ -53,14 +70,18 @@ class JsonLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and logs:
             row = {"step": state.global_step, "minutes": round(self.budget.seconds() / 60, 4), **logs}
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            try:
+                with open(self.path, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                raise RunError(
+                    f"{self.path} could not be written ({error.strerror}). The last checkpoint is intact. Mend: free "
+                    "some space, then run the same command to resume."
+                ) from error
 
 
 def read_log(path: Path) -> list[dict]:
-    """The rows of a log.jsonl; a last line cut off by a crash is left out. Rows of steps that a resume repeated are
-    the new ones.
-    """
+    """The rows of a log.jsonl; a last line cut off by a crash is left out."""
     rows: list[dict] = []
     if not path.exists():
         return rows
@@ -69,9 +90,14 @@ def read_log(path: Path) -> list[dict]:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        rows = [earlier for earlier in rows if earlier["step"] <= row["step"]]
         rows.append(row)
     return rows
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Drop the rows after `step`, the checkpoint that a resume starts from: their steps are trained again."""
+    lines = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= step]
+    write_beside(path, lambda temporary: temporary.write_text("".join(lines)) and None)
 
 
 class Bar(TrainerCallback):

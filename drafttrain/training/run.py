@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import DTYPES
@@ -35,13 +38,13 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     dtype = DTYPES[recipe.export.dtype]
 
     def keep_best(best: Draft, validation: dict) -> None:
-        save_draft(best, target, run.draft, dtype, validation=validation)
+        _save(best, target, run.draft, dtype, validation=validation)
 
     trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best)
     if not run.checkpoints():
         start_up_gate(draft, recipe, prepared, sources["train"], say)
         if state.is_main_process:
-            save_draft(draft, target, run.untrained, dtype)
+            _save(draft, target, run.untrained, dtype)
     else:
         say(f"resuming from {run.checkpoints()[-1].name}")
     trainer.fit()
@@ -49,10 +52,20 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     if f"checkpoint-{trainer.state.global_step}" not in [c.name for c in run.checkpoints()]:
         trainer._save_checkpoint(trainer.model_wrapped, None)
     if not trainer.eval_dataset and state.is_main_process:
-        save_draft(draft, target, run.draft, dtype)
+        _save(draft, target, run.draft, dtype)
     minutes = trainer.budget.seconds() / 60
     best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
     say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; draft in {run.draft}")
+
+
+def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:
+    try:
+        save_draft(draft, target, folder, dtype, **provenance)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{folder} could not be written ({error}); what was there before is intact. Mend: free some space, then "
+            "run the same command to resume."
+        ) from error
 
 
 def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say: Callable[[str], None]) -> None:

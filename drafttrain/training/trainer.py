@@ -21,7 +21,7 @@ from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.drafts.base import Batch, Draft, DraftLoss
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.recipe import TrainingConfig
-from drafttrain.training.callbacks import Bar, Budget, JsonLog
+from drafttrain.training.callbacks import Bar, Budget, JsonLog, cut_log
 from drafttrain.training.schedule import learning_rate_factor
 
 
@@ -45,7 +45,7 @@ class DraftTrainer(Trainer):
         self.budget = Budget(config.max_minutes)
         self._sums: StepFigures | None = None
         self._tokens, self._note = 0, ""
-        args = _arguments(config, run.path, draft)
+        args = _arguments(config, run.path, draft, "validation" in rows)
         self.bar = Bar(self.budget, lambda: self._note)
         super().__init__(
             model=draft,
@@ -58,16 +58,12 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.sampler: TokenBudgetSampler | None = None
         self.best = _read_best(run)
+        self._validation_batches = self._sampler("validation", 1).batches() if "validation" in rows else []
 
     # --- data
 
     def get_train_dataloader(self) -> DataLoader:
-        self.sampler = TokenBudgetSampler(
-            [len(row["input_ids"]) for row in self.train_dataset],
-            self.config.max_tokens_per_batch,
-            self.accelerator.num_processes,
-            self.config.seed,
-        )
+        self.sampler = self._sampler("train", self.accelerator.num_processes)
         loader = DataLoader(
             self.train_dataset,
             batch_sampler=self.sampler,
@@ -75,6 +71,10 @@ class DraftTrainer(Trainer):
             num_workers=self.args.dataloader_num_workers,
         )
         return self.accelerator.prepare(loader)
+
+    def _sampler(self, split: str, world_size: int) -> TokenBudgetSampler:
+        lengths = [len(row["input_ids"]) for row in self.rows[split]]
+        return TokenBudgetSampler(lengths, self.config.max_tokens_per_batch, world_size, self.config.seed)
 
     # --- loss
 
@@ -136,11 +136,8 @@ class DraftTrainer(Trainer):
         draft = self.accelerator.unwrap_model(self.model)
         was_training = draft.training
         draft.eval()
-        sampler = TokenBudgetSampler(
-            [len(row["input_ids"]) for row in self.eval_dataset], self.config.max_tokens_per_batch
-        )
         sums = None
-        for indices in sampler.batches()[self.accelerator.process_index :: self.accelerator.num_processes]:
+        for indices in self._validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
             with self.accelerator.autocast():
                 output = draft(_to(self.sources["validation"].attach(batch), self.args.device))
@@ -207,13 +204,22 @@ class DraftTrainer(Trainer):
                 shutil.rmtree(staging, ignore_errors=True)
 
     def fit(self) -> None:
-        """Train from the last whole checkpoint, or from the start; validates and saves at the end."""
+        """Train from the last whole checkpoint, or from the start. A run that is done stays as it is."""
         checkpoints = self.run.checkpoints()
         self._logged_at = 0.0
+        if checkpoints and self.is_world_process_zero():
+            cut_log(self.run.log, int(checkpoints[-1].name.split("-")[1]))
         try:
             self.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         finally:
             self.bar.close()
+
+    def _run_epoch(self, **kwargs) -> None:
+        """Nothing when the last step is already done: Trainer would resume a finished run with one step more."""
+        if self.state.global_step >= self.state.max_steps or self.budget.spent():
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(**kwargs)
 
 
 class _Epochs(TrainerCallback):
@@ -223,16 +229,15 @@ class _Epochs(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A resume has replaced the budget's numbers by the checkpoint's; the clock runs on from there.
-        self.trainer.budget.max_minutes = self.trainer.config.max_minutes
-        self.trainer.budget.start()
+        # After a resume the clock runs on from the checkpoint's minutes.
+        self.trainer.budget.start(state.stateful_callbacks["Budget"]["args"]["elapsed"])
         self.trainer._logged_at = self.trainer.budget.seconds()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.sampler.set_epoch(math.floor(state.epoch or 0))
 
 
-def _arguments(config: TrainingConfig, folder: Path, draft: Draft) -> TrainingArguments:
+def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bool) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=config.num_train_epochs,
@@ -247,7 +252,7 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft) -> TrainingAr
         use_cpu=next(draft.parameters()).device.type == "cpu",
         logging_steps=config.logging_steps,
         logging_nan_inf_filter=False,
-        eval_strategy="steps",
+        eval_strategy="steps" if validated else "no",
         eval_steps=config.eval_steps,
         save_strategy="steps",
         save_steps=config.save_steps,

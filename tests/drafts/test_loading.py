@@ -1,4 +1,4 @@
-"""Draft checkpoints: round trips, the target's own settings in the config, and an error with its mend for what is broken."""
+"""Draft checkpoints: round trips, the target's own settings in the config, named errors for what is broken."""
 
 import json
 
@@ -144,7 +144,7 @@ def test_a_hub_snapshot_without_a_draft(target, tmp_path, monkeypatch):
     (tmp_path / "models--some--thing" / "refs").mkdir()
     (tmp_path / "models--some--thing" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DraftError, match="on the hub has no config.json"):
         load_draft("some/thing", target)
     make_draft(target).save_pretrained(snapshot)

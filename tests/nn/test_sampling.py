@@ -24,7 +24,7 @@ def test_warp_by_hand():
 
 def test_inverse_cdf_by_hand():
     weights = torch.tensor([0.0, 0.2, 0.0, 0.8, 0.0])
-    uniforms = torch.tensor([0.0, 0.199, 0.2, 0.9999999999999999], dtype=torch.float64)
+    uniforms = torch.tensor([0.0, 0.1999, 0.2001, 0.9999999999999999], dtype=torch.float64)
     assert inverse_cdf(weights.expand(4, 5), uniforms).tolist() == [1, 1, 3, 3]
 
 
@@ -63,7 +63,9 @@ def test_settings_out_of_range(bad):
 def test_nucleus_beyond_the_head_of_the_distribution_equals_a_full_sort(spread):
     """4,096 words: the flat case needs more than the 1,024 most likely ones, the peaked one far fewer."""
     logits = torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)) * spread
-    for row, warped in zip(logits.double().softmax(-1), warp(logits, Sampling(temperature=1.0, top_p=0.7)), strict=True):
+    for row, warped in zip(
+        logits.double().softmax(-1), warp(logits, Sampling(temperature=1.0, top_p=0.7)), strict=True
+    ):
         order = row.argsort(descending=True).tolist()
         mass, kept = 0.0, []
         while mass < 0.7:
@@ -71,3 +73,13 @@ def test_nucleus_beyond_the_head_of_the_distribution_equals_a_full_sort(spread):
             mass += row[kept[-1]].item()
         assert set(warped.nonzero()[:, 0].tolist()) == set(kept)
         assert warped[kept].double().tolist() == pytest.approx((row[kept] / mass).tolist(), rel=1e-4)
+
+
+def test_inverse_cdf_over_many_blocks_equals_one_running_sum():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(200, 3000, generator=generator) * (torch.rand(200, 3000, generator=generator) < 0.1)
+    weights[:, 600:1200] = 0  # a whole block without weight
+    uniforms = torch.rand(200, generator=generator, dtype=torch.float64)
+    cumulative = weights.double().cumsum(-1)
+    expected = (cumulative > uniforms[:, None] * cumulative[:, -1:]).long().argmax(-1)
+    assert inverse_cdf(weights, uniforms).tolist() == expected.tolist()
