@@ -129,13 +129,12 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
     """
     from contextlib import nullcontext
 
-    from accelerate import PartialState
-
     from drafttrain.data.run_folder import RunFolder
+    from drafttrain.training.run import processes
     from drafttrain.training.run import train as fit
 
     quiet_libraries()
-    state = PartialState()
+    state = processes()
     say = _say(as_json)
     with state.main_process_first():
         settings, run = _open_run(recipe, overrides, output, fresh and state.is_main_process, method)

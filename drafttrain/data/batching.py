@@ -27,8 +27,7 @@ class TokenBudgetSampler:
         if longest > max_tokens:
             raise DataError(
                 f"row {list(lengths).index(longest)} has {longest} tokens, training.max_tokens_per_batch is "
-                f"{max_tokens}; "
-                "raise it, or lower data.max_length"
+                f"{max_tokens}; raise it, or lower data.max_length"
             )
         self.lengths, self.max_tokens = list(lengths), max_tokens
         self.world_size, self.seed, self.epoch = world_size, seed, 0
@@ -58,7 +57,8 @@ class TokenBudgetSampler:
         rng = random.Random(f"{self.seed}:{self.epoch}")
         order = list(range(len(self.lengths)))
         rng.shuffle(order)
-        batches = self._pack(sorted(order, key=self._packed.__getitem__))
+        order.sort(key=self._packed.__getitem__)  # Stable: random within a length class.
+        batches = self._pack(order)
         rng.shuffle(batches)
         while len(batches) % self.world_size:
             widest = max(batches, key=len)

@@ -28,6 +28,8 @@ def write_json(path: Path, value: Any) -> None:
 def replace_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write a new folder beside `path`, then swap it in. A failure leaves the old folder as it was."""
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    if old.exists() and not path.exists():  # A process was killed between the two renames below.
+        os.rename(old, path)
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)

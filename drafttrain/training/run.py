@@ -28,7 +28,7 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     Leaves run/draft (best on validation; the last one without validation data), run/untrained, checkpoints and
     log.jsonl.
     """
-    state = PartialState()
+    state = processes()
     say = say if state.is_main_process else (lambda message: None)
     target = target or load_target(**recipe.target.model_dump())
     with state.main_process_first():
@@ -48,7 +48,8 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     else:
         say(f"resuming from {run.checkpoints()[-1].name}")
     trainer.fit()
-    trainer.evaluate()
+    if not trainer.evaluated():
+        trainer.evaluate()
     if f"checkpoint-{trainer.state.global_step}" not in [c.name for c in run.checkpoints()]:
         trainer._save_checkpoint(trainer.model_wrapped, None)
     if not trainer.eval_dataset and state.is_main_process:
@@ -56,6 +57,11 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     minutes = trainer.budget.seconds() / 60
     best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
     say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; draft in {run.draft}")
+
+
+def processes() -> PartialState:
+    """accelerate's view of the processes of this launch; told of a CPU, where it would take them for unrelated ones."""
+    return PartialState(cpu=not torch.accelerator.is_available())
 
 
 def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import FeatureSource
@@ -55,6 +55,7 @@ class DraftTrainer(Trainer):
             data_collator=collate,
             callbacks=[self.budget, JsonLog(run.log, self.budget), self.bar, _Epochs(self)],
         )
+        self.remove_callback(PrinterCallback)  # Standard output belongs to --json.
         self.model_accepts_loss_kwargs = True
         self.sampler: TokenBudgetSampler | None = None
         self.best = _read_best(run)
@@ -126,7 +127,14 @@ class DraftTrainer(Trainer):
             self.best = length
             if self.on_best is not None:
                 self.on_best(self.model, {"step": self.state.global_step, **metrics})
+        # Marks the validation as done: Trainer would repeat it where the epoch ends with this step.
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def evaluated(self) -> bool:
+        """Whether the current step has been validated, also by the run that wrote the checkpoint."""
+        history = self.state.log_history
+        return any(row["step"] == self.state.global_step and "eval_loss" in row for row in history)
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -234,7 +242,7 @@ class _Epochs(TrainerCallback):
         self.trainer._logged_at = self.trainer.budget.seconds()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer.sampler.set_epoch(math.floor(state.epoch or 0))
+        self.trainer.sampler.set_epoch(math.floor((state.epoch or 0) + 1e-6))
 
 
 def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bool) -> TrainingArguments:
@@ -260,6 +268,7 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bo
         report_to=config.report_to or "none",
         dataloader_num_workers=config.dataloader_num_workers,
         remove_unused_columns=False,
+        ddp_find_unused_parameters=False,
         disable_tqdm=True,
         accelerator_config={"even_batches": False},
     )

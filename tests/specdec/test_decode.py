@@ -14,7 +14,8 @@ from tests.tiny_drafts import Oracle, SelfProposer, agreeable_draft, make_draft,
 from tests.tiny_models import V, make_tokenizer, tokens
 
 PROMPT = tokens(1, 6)[0].tolist()
-RAGGED = [PROMPT, tokens(1, 11)[0].tolist(), PROMPT[:2]]
+SHORT = PROMPT[:2]
+RAGGED = [PROMPT, tokens(1, 11)[0].tolist(), SHORT]
 DRAWN = Sampling(temperature=1.0, draft_mode="probabilistic", seed=5)
 
 
@@ -144,13 +145,13 @@ def test_greedy_text_is_the_models_own_whatever_drafts(family):
     target = make_target(family)
     target.model.generation_config.eos_token_id = None
     prompt = torch.tensor([PROMPT])
-    own = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+    own = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False)
     text = own[0, len(PROMPT) :].tolist()
-    assert plain(target, [PROMPT], 16) == [text[:16]]
+    assert plain(target, [PROMPT], 12) == [text[:12]]
     for K in range(1, 8):
         for proposer in proposers(target, text, K):
-            done = generate(target, [PROMPT], proposer, k=K, max_new_tokens=16, stop_ids=()).generations[0]
-            assert done.tokens == text[:16], (K, proposer)
+            done = generate(target, [PROMPT], proposer, k=K, max_new_tokens=12, stop_ids=()).generations[0]
+            assert done.tokens == text[:12], (K, proposer)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN])
@@ -179,7 +180,7 @@ ONE_HOT = Sampling(temperature=0.8, top_p=0.9, seed=5)
 def test_rows_of_a_ragged_batch_equal_their_batch_of_one(family, name, sampling):
     target = make_target(family)
     stops = (7, 50)
-    options = {"k": 3, "sampling": sampling, "max_new_tokens": 17, "stop_ids": stops}
+    options = {"k": 3, "sampling": sampling, "max_new_tokens": 13, "stop_ids": stops}
     together = generate(target, RAGGED, drafting(name, target), **options)
     again = generate(target, RAGGED, drafting(name, target), **options)
     for row, prompt in enumerate(RAGGED):
@@ -232,19 +233,19 @@ def test_seeds_decide(target):
 
 def test_sampled_pairs_are_distributed_as_plain_sampling_says():
     """20,000 requests of one prompt through the whole loop: the two tokens after the prefill's, chi-squared."""
-    target = make_target(num_hidden_layers=2)
-    draft = make_draft(target, layers=[0, 1, 2])
+    target = make_target(num_hidden_layers=1)
+    draft = make_draft(target, layers=[0, 1])
     draft.initialise(torch.ones(draft.fc.in_features), target.final_norm.weight)
     expected = pair_distribution(target).flatten()
     rare = expected * 20_000 < 50
 
     def pooled(cells):
-        return torch.cat([cells[~rare], cells[rare].sum()[None]])
+        return torch.cat([cells[~rare][:1] + cells[rare].sum(), cells[~rare][1:]])
 
     for mode in ("one_hot", "probabilistic"):
         sampling = Sampling(temperature=0.7, top_k=3, draft_mode=mode)
         done = generate(
-            target, [PROMPT] * 20_000, draft.proposer(target), k=2, sampling=sampling, max_new_tokens=3, stop_ids=()
+            target, [SHORT] * 20_000, draft.proposer(target), k=2, sampling=sampling, max_new_tokens=3, stop_ids=()
         )
         assert 0.02 < done.counts.acceptance_rate < 0.98
         pairs = torch.tensor([g.tokens for g in done.generations])[:, 1:]
@@ -254,7 +255,7 @@ def test_sampled_pairs_are_distributed_as_plain_sampling_says():
 
 
 def pair_distribution(target):
-    """P(x2, x3) float64 [V, V] after PROMPT at temperature .7, top-k 3, x1 summed out; without this package."""
+    """P(x2, x3) float64 [V, V] after SHORT at temperature .7, top-k 3, x1 summed out; without this package."""
 
     def next_token(ids):
         top = target.model(input_ids=ids, use_cache=False).logits[:, -1].double().topk(3)
@@ -264,7 +265,7 @@ def pair_distribution(target):
         rows, token = p.nonzero(as_tuple=True)
         return torch.cat([ids[rows], token[:, None]], 1), p[rows, token], rows
 
-    one, p_one, _ = extend(torch.tensor([PROMPT]), next_token(torch.tensor([PROMPT])))
+    one, p_one, _ = extend(torch.tensor([SHORT]), next_token(torch.tensor([SHORT])))
     two, p_two, parent = extend(one, next_token(one))
     weights = p_one[parent] * p_two
     return torch.zeros(V, V, dtype=torch.float64).index_add_(0, two[:, -1], weights[:, None] * next_token(two))

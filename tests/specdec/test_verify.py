@@ -40,7 +40,7 @@ def acceptance_and_residual(p, q, token, n=300, q_ids=None):
     return accepted.double().mean().item(), residual.tolist()
 
 
-def output_distribution(p, q, n=300):
+def output_distribution(p, q, n=150):
     """The distribution of the first token that comes out, enumerated over drafts, acceptance and replacement."""
     out = torch.zeros(len(p), dtype=torch.float64)
     pair = torch.cartesian_prod(grid(n), grid(n))
