@@ -132,7 +132,8 @@ def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manife
         f"{facts['supervised_share']:.0%} supervised{dropped}"
     )
     if facts["unsupervised_stop"]:
-        say(f"  note: {facts['unsupervised_stop']} answers end without a stop token")
+        cut = facts["unsupervised_stop"]
+        say(f"  note: {cut} answers end without a stop token (cut by a length limit, or the data has none)")
     loaded = datasets.load_from_disk(folder)
     return [{"index": i, **row} for i, row in enumerate(loaded)]
 

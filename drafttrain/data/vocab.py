@@ -36,11 +36,12 @@ class DraftVocab:
 def build_draft_vocab(rows: Rows, vocab_size: int, size: int | None, keep_ids: Collection[int]) -> DraftVocab:
     """The `size` target ids that a draft can say, from rows of (token ids, loss mask) of the TRAINING data.
 
-    `keep_ids` first, then by count of supervised tokens (ties: the lower id), then, where fewer distinct tokens were
-    seen than asked for, the lowest unused ids. size None or >= vocab_size: all ids. Raises DataError when size is below
-    the number of kept ids, an id is not in 0..vocab_size-1, or nothing is supervised.
+    `keep_ids` first, then by count of supervised tokens, then, where fewer distinct ones were seen than asked for, by
+    count of the other tokens (prompts hold what answers will say), then the lowest unused ids; ties: the lower id.
+    size None or >= vocab_size: all ids. Raises DataError when size is below the number of kept ids, an id is not in
+    0..vocab_size-1, or nothing is supervised.
     """
-    counts = _count(rows, vocab_size)
+    counts, others = _count(rows, vocab_size)
     distinct = int((counts > 0).sum())
     if size is None or size >= vocab_size:
         return DraftVocab(torch.arange(vocab_size), 1.0, distinct)
@@ -51,8 +52,8 @@ def build_draft_vocab(rows: Rows, vocab_size: int, size: int | None, keep_ids: C
             f"data.draft_vocab is {size}, but {len(kept)} special and stop tokens are always in it; expected more "
             "than that, 8000 to 32000 are usual"
         )
-    ranked = counts.clone()
-    ranked[kept] = int(counts.sum()) + 1
+    ranked = counts * (int(others.sum()) + 1) + others
+    ranked[kept] = int(ranked.max()) + 1
     # A stable sort leaves equal counts in the order of their ids, unused ones included.
     ids = ranked.argsort(descending=True, stable=True)[:size].sort().values
     return DraftVocab(ids, int(counts[ids].sum()) / int(counts.sum()), distinct)
@@ -122,15 +123,17 @@ def _hash(ids: Tensor) -> str:
     return hashlib.sha256(ids.numpy().tobytes()).hexdigest()
 
 
-def _count(rows: Rows, vocab_size: int) -> Tensor:
-    counts = torch.zeros(vocab_size, dtype=torch.long)
+def _count(rows: Rows, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """How often each id is supervised, and how often it is not: int64 [V] each."""
+    counts, others = torch.zeros(2, vocab_size, dtype=torch.long)
     for ids, mask in rows:
-        supervised = _supervised(ids, mask)
-        _check_ids(supervised, vocab_size, "the training data")
+        supervised, tokens = _supervised(ids, mask), torch.as_tensor(ids, dtype=torch.long)
+        _check_ids(tokens, vocab_size, "the training data")
         counts += torch.bincount(supervised, minlength=vocab_size)
+        others += torch.bincount(tokens, minlength=vocab_size)
     if not counts.any():
         raise DataError("found no supervised token to count for the draft vocabulary; check data.train and its mask")
-    return counts
+    return counts, others - counts
 
 
 def _supervised(ids: Sequence[int], mask: Sequence[int]) -> Tensor:

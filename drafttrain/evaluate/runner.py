@@ -105,6 +105,8 @@ def evaluate(
                 done += 1
             for run in runs:
                 run.results.append(results[run.id])
+        if progress is not None:
+            progress(done, "done")
     except KeyboardInterrupt:
         whole = min(len(run.results) for run in runs)
         if not whole:

@@ -188,8 +188,7 @@ def test_a_damaged_shard_is_named_and_written_again(target, tmp_path, small_shar
         shard.unlink()
     stored = StoredFeatures(tmp_path, key, len(rows))
     with pytest.raises(DataError, match=r"shard-00001.safetensors is missing or damaged .*delete the file"):
-        for row in rows:
-            stored.attach(batch_of([row]))
+        [stored.attach(batch_of([row])) for row in rows]
     shard.unlink(missing_ok=True)
     write_store(tmp_path, key, online, rows, 64)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == sound

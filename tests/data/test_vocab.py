@@ -29,9 +29,10 @@ def test_counts_supervised_tokens_only():
     assert (vocab.coverage, vocab.distinct) == (5 / 6, 4)
 
 
-def test_fewer_distinct_tokens_than_asked_are_filled_with_the_lowest_ids():
+def test_fewer_distinct_tokens_than_asked_are_filled_from_the_prompts_then_with_the_lowest_ids():
+    assert build_draft_vocab(ROWS, 12, 6, [2, 11]).ids.tolist() == [2, 5, 6, 7, 9, 11]
     vocab = build_draft_vocab(ROWS, 12, 8, [2, 11])
-    assert vocab.ids.tolist() == [0, 1, 2, 3, 5, 6, 7, 11]
+    assert vocab.ids.tolist() == [0, 1, 2, 5, 6, 7, 9, 11]
     assert vocab.coverage == 1.0
 
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.conversations import DataError
 from drafttrain.data.features import FeatureSource
+from drafttrain.data.prepare import prepare
 from drafttrain.data.run_folder import RunError
 from drafttrain.drafts.base import Batch
 from drafttrain.drafts.eagle3 import Eagle3Draft
@@ -427,16 +428,16 @@ def test_a_full_disk_while_the_best_draft_is_written_keeps_the_one_before(tmp_pa
     recipe = make_recipe(tmp_path)
     run = open_run(tmp_path / "run", recipe)
     target = make_target(recipe)
-    trainer, _ = make_trainer(recipe, run, target)
-    del trainer
+    prepare(recipe, run, target, quiet)
     with file_size_limit(20_000), pytest.raises(RunError, match="untrained could not be written"):
         train(recipe, run, target, quiet)
     assert sorted(path.name for path in run.path.iterdir()) == ["prepared", "recipe.yaml"]
     train(recipe, run, target, quiet)
     best = {path: path.read_bytes() for path in run.draft.rglob("*") if path.is_file()}
     (run.draft / "drafttrain.json").write_text("{}")  # The next validation counts as better.
+    longer = make_recipe(tmp_path, num_train_epochs=3)
     with file_size_limit(20_000), pytest.raises(RunError, match="draft could not be written"):
-        train(recipe, run, target, quiet)
+        train(longer, run, target, quiet)
     assert {path for path in run.draft.rglob("*") if path.is_file()} == set(best)
     assert not [path for path in run.path.iterdir() if path.name.startswith(".")]
 
