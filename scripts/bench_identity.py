@@ -29,7 +29,7 @@ from drafttrain.specdec.decode import generate
 from drafttrain.specdec.metrics import Counts
 from drafttrain.target import Target, default_feature_layers, load_target
 
-BATCH = 16
+BATCH = 32
 
 
 def untrained_draft(target: Target, folder: Path, prompts: list[list[int]]) -> Draft:
@@ -42,7 +42,7 @@ def untrained_draft(target: Target, folder: Path, prompts: list[list[int]]) -> D
 
 
 def texts(target: Target, prompts, proposer: Proposer | None, k: int, count: int) -> tuple[list[list[int]], Counts]:
-    """New tokens of each prompt, and the pooled counts; prompts in batches of 16."""
+    """New tokens of each prompt, and the pooled counts; prompts in batches of 32."""
     tokens, counts = [], Counts()
     for start in range(0, len(prompts), BATCH):
         done = generate(target, prompts[start : start + BATCH], proposer, k=k, max_new_tokens=count)

@@ -120,6 +120,14 @@ class Bar(TrainerCallback):
             done = self.budget.progress(state.global_step, state.max_steps)
             self._progress.update(self._task, completed=done, note=f"step {state.global_step}  {self.notes()}")
 
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if state.is_world_process_zero and metrics:
+            console = self._progress.console if self._progress is not None else Console(stderr=True, soft_wrap=True)
+            length = metrics["eval_acceptance_length"]
+            minutes = self.budget.seconds() / 60
+            line = f"step {state.global_step} ({minutes:.1f} min)  {self.notes()}  validation acceptance length {length:.2f}"
+            console.print(line, highlight=False)
+
     def on_train_end(self, args, state, control, **kwargs):
         self.close()
 

@@ -87,9 +87,8 @@ class DraftTrainer(Trainer):
         if not torch.isfinite(output.objective):
             raise RunError(
                 f"The loss is {output.objective.item()} at step {self.state.global_step} on rows "
-                f"{batch.index.tolist()[:8]} of the training data. The last checkpoint is intact. Mend: look at "
-                "these rows, "
-                "lower training.learning_rate, then run the same command to resume."
+                f"{batch.index.tolist()[:8]} of the training data. The last checkpoint is intact. Mend: look at these "
+                "rows, lower training.learning_rate, then run the same command to resume."
             )
         self._sums = _add(self._sums, output.figures)
         self._tokens += int(batch.lengths.sum())
