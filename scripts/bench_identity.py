@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from drafttrain.data.features import OnlineFeatures, channel_statistics
-from drafttrain.demo import PROMPTS, _gemma, _prompt_folder, demo_recipe
+from drafttrain.demo import PROMPTS, demo_recipe, demo_target, prompt_folder
 from drafttrain.drafts.base import Draft, Proposer
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.eagle3_config import Eagle3Config
@@ -80,8 +80,8 @@ def main(
     k: Annotated[list[int] | None, typer.Option(help="Drafts a round; may be given several times.")] = None,
 ) -> None:
     """Compare greedy texts of every draft with plain decoding's, in fp32."""
-    stored = _gemma()
-    folder = _prompt_folder(stored)
+    stored = demo_target()
+    folder = prompt_folder(stored)
     target = load_target(str(stored.folder), dtype="float32")
     entries = [DataEntry(path=str(folder / f"{split}.jsonl")) for split in ("validation", "test")]
     chosen = [list(prompt.ids) for prompt in load_prompts(entries, target, "auto", prompts, 0)]

@@ -241,7 +241,7 @@ def _summary(target: Target, run: _Run, plain: _Run, prompts: Sequence[Prompt]) 
         **_speeds(run, counts, seconds, tokens, spent),
         **costs(counts, seconds, run.k, *pool(plain.results)),
         "speedup": None if candidate is None else _speedup(tokens, spent, _tokens(plain), plain_spent),
-        "seconds": {**asdict(seconds), "draft": seconds.draft + seconds.begin},
+        "seconds": asdict(seconds),
         "categories": _categories(run, plain, prompts),
         "identical_to_plain": None if candidate is None or not run.sampling.greedy else not divergences,
         "divergences": divergences,

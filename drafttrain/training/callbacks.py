@@ -125,8 +125,8 @@ class Bar(TrainerCallback):
             console = self._progress.console if self._progress is not None else Console(stderr=True, soft_wrap=True)
             length = metrics["eval_acceptance_length"]
             minutes = self.budget.seconds() / 60
-            line = f"step {state.global_step} ({minutes:.1f} min)  {self.notes()}  validation acceptance length {length:.2f}"
-            console.print(line, highlight=False)
+            line = f"step {state.global_step} ({minutes:.1f} min)  {self.notes()}  "
+            console.print(f"{line}validation acceptance length {length:.2f}", highlight=False)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()

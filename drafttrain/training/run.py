@@ -85,6 +85,7 @@ def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say:
     if not loss <= limit:
         raise RunError(
             f"The untrained draft starts at {loss:.2f} nats a row, worse than uniform guessing over "
-            f"{draft.draft_vocab_size} words ({limit - GATE_NATS:.2f}). Expected at most {limit:.2f}: features, feature "
-            "layers or the target's head do not fit. Mend: check features.layers, and prepare again with --fresh."
+            f"{draft.draft_vocab_size} words ({limit - GATE_NATS:.2f}). Expected at most {limit:.2f}: features, "
+            "feature layers or the target's head do not fit. Mend: check features.layers, then prepare again with "
+            "--fresh."
         )
