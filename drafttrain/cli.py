@@ -59,6 +59,11 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
+def _console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=120)
+
+
 def _say(as_json: bool):
     return (
         (lambda message: print(message, file=sys.stderr, flush=True)) if as_json else (lambda m: print(m, flush=True))
@@ -202,7 +207,7 @@ def evaluate(
     if as_json:
         print(json.dumps(report))
     else:
-        print_table(report, Console())
+        print_table(report, _console())
     say(f"report in {html}. Next: drafttrain export {source}")
 
 
@@ -270,6 +275,6 @@ def demo(
     """
     from drafttrain.demo import run_demo
 
-    report = run_demo(target, minutes, output, fresh, _say(as_json), None if as_json else Console())
+    report = run_demo(target, minutes, output, fresh, _say(as_json), None if as_json else _console())
     if as_json:
         print(json.dumps(report))

@@ -151,27 +151,35 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def print_table(report: Mapping[str, Any], console: Console) -> None:
-    """Prints one table per sampling mode, the baseline first, and the report's warnings below."""
+    """Prints one table per sampling mode, the baseline first, and the report's warnings below. A console narrower than
+    100 columns gets neither ranges nor acceptance rates."""
     report = report_summary.complete(report)
     groups = report_summary.group_runs(report["runs"])
+    wide = console.width >= 100
+    names = ("tau", "accepted", "tokens/s (range)", "speedup [95%]", "c", "v", "output")
     for group in groups:
-        table = Table(title=group.title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        padding = (0, 2 if wide else 1, 0, 0)
+        table = Table(title=group.title, title_justify="left", title_style="bold", box=None, padding=padding)
         table.header_style = "dim"
         table.add_column("run", no_wrap=True)
-        for name in ("tau", "accepted", "tokens/s (range)", "speedup [95%]", "c", "v", "output"):
-            table.add_column(name, justify="left" if name == "output" else "right")
+        for name in names if wide else ("tau", "tokens/s", *names[3:]):
+            table.add_column(name, justify="left" if name == "output" else "right", no_wrap=True)
         best = report_summary.headline(report, [group])["run"]
         for run in group.rows:
-            table.add_row(*_cells(run), style="bold" if run is best else None)
+            table.add_row(*_cells(run, wide), style="bold" if run is best else None)
         console.print(table)
         console.print()
     for warning in report_summary.warnings(report, groups):
         console.print(f"{warning['title']}: {warning['text']}", style="yellow", markup=False, highlight=False)
 
 
-def _cells(run: Run) -> list[str]:
+def _cells(run: Run, wide: bool = True) -> list[str]:
     speed = run.get("tokens_per_second") or {}
-    spread = f" ({number(speed.get('min'), 1)}-{number(speed.get('max'), 1)})" if speed.get("min") is not None else ""
+    spread = (
+        f" ({number(speed.get('min'), 1)}-{number(speed.get('max'), 1)})"
+        if wide and speed.get("min") is not None
+        else ""
+    )
     pair = interval_of(run, "speedup")
     bounds = f" [{pair[0]:.2f}, {pair[1]:.2f}]" if pair else ""
     plain = report_summary.is_plain(run)
@@ -179,7 +187,7 @@ def _cells(run: Run) -> list[str]:
     return [
         run["label"].replace("[", r"\["),
         number(run.get("mean_acceptance_length")),
-        MISSING if plain else percent(run.get("acceptance_rate")),
+        *([MISSING if plain else percent(run.get("acceptance_rate"))] if wide else []),
         number(speed.get("median"), 1) + spread,
         "1 (baseline)" if plain else number(run.get("speedup"), 2, "x") + bounds.replace("[", r"\[") + mark,
         MISSING if plain else number(run.get("c"), 3),

@@ -13,7 +13,7 @@ from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.loading import load_draft
 from drafttrain.evaluate.report import EvaluationError
-from drafttrain.evaluate.runner import Candidate, Prompt, evaluate
+from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt, configurations, evaluate
 from drafttrain.nn.sampling import Sampling
 from drafttrain.recipe import DataEntry, EvaluationConfig, Recipe
 from drafttrain.target import Target
@@ -52,9 +52,9 @@ def evaluate_draft(
         Sampling(temperature, settings.top_p, settings.top_k, settings.seed, settings.draft_mode)
         for temperature in settings.temperature
     ]
-    kinds = sum(len(candidate.ks or settings.k) for candidate in candidates) + len(settings.k) * settings.ngram + 1
-    say(f"evaluating {len(prompts)} prompts x {kinds * len(samplings)} configurations, interleaved prompt by prompt")
-    with progress_bar("evaluating", len(prompts) * kinds * len(samplings)) as update:
+    count = len(configurations(candidates, settings.k, samplings))
+    say(f"evaluating {len(prompts)} prompts x {count} configurations, interleaved prompt by prompt")
+    with progress_bar("evaluating", len(prompts) * count) as update:
         return evaluate(
             target,
             candidates,
@@ -62,7 +62,7 @@ def evaluate_draft(
             k=settings.k,
             samplings=samplings,
             max_new_tokens=settings.max_new_tokens,
-            ngram=settings.ngram,
+            ngram=False,
             name=Path(entries[0].path or entries[0].dataset).stem,
             training_rows=training_rows,
             recipe=recipe.model_dump(mode="json") if recipe else None,
@@ -71,15 +71,26 @@ def evaluate_draft(
 
 
 def _draft_candidates(draft: Draft, source, target: Target, settings: EvaluationConfig) -> list[Candidate]:
-    trained = Candidate(draft.method, draft.method, lambda: draft.proposer(target), True, str(source))
+    """n-gram lookup, the untrained draft (at one K, greedy where that is measured: it only marks the floor), the
+    draft.
+    """
+    candidates = [NGRAM] if settings.ngram else []
     untrained = RunFolder(Path(source)).untrained
-    if not settings.untrained or not untrained.exists():
-        return [trained]
-    fresh = load_draft(untrained, target)
-    ks = sorted(settings.k)
-    middle = (ks[len(ks) // 2],)
-    label = f"untrained {draft.method}"
-    return [Candidate(label, draft.method, lambda: fresh.proposer(target), False, str(untrained), middle), trained]
+    if settings.untrained and untrained.exists():
+        fresh = load_draft(untrained, target)
+        ks = sorted(settings.k)
+        candidates.append(
+            Candidate(
+                f"untrained {draft.method}",
+                draft.method,
+                lambda: fresh.proposer(target),
+                trained=False,
+                checkpoint=str(untrained),
+                ks=(ks[len(ks) // 2],),
+                greedy_only=True,
+            )
+        )
+    return [*candidates, Candidate(draft.method, draft.method, lambda: draft.proposer(target), True, str(source))]
 
 
 def settings_with(settings: EvaluationConfig, **changes: Any) -> EvaluationConfig:

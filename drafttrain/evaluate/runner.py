@@ -25,7 +25,9 @@ from drafttrain.target import Target
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that drafts. kind: ngram, eagle3, ..; make: a fresh proposer; ks: the K to run it at, None for all."""
+    """Something that drafts. kind: ngram, eagle3, ..; make: a fresh proposer; ks: the K to run it at, None for all;
+    greedy_only: leave it out of sampled decoding when greedy decoding is measured too.
+    """
 
     label: str
     kind: str
@@ -33,6 +35,10 @@ class Candidate:
     trained: bool = True
     checkpoint: str | None = None
     ks: tuple[int, ...] | None = None
+    greedy_only: bool = False
+
+
+NGRAM = Candidate("n-gram", "ngram", NgramProposer, trained=False)
 
 
 @dataclass(frozen=True)
@@ -139,8 +145,7 @@ def _candidates(target: Target, drafts, ngram: bool) -> list[Candidate]:
             Candidate(label, draft.method, lambda draft=draft: draft.proposer(target))
             for label, draft in drafts.items()
         ]
-    lookup = [Candidate("n-gram", "ngram", NgramProposer, trained=False)] if ngram else []
-    return [*lookup, *drafts]
+    return [*([NGRAM] if ngram else []), *drafts]
 
 
 def _prompt(prompt: str | Sequence[int] | Prompt, target: Target) -> Prompt:
@@ -169,15 +174,28 @@ def _check_lengths(target: Target, prompts: Sequence[Prompt], max_new_tokens: in
         )
 
 
+def configurations(
+    candidates: Sequence[Candidate], ks: Sequence[int], samplings: Sequence[Sampling]
+) -> list[tuple[Candidate | None, int, Sampling]]:
+    """What `evaluate` runs on every prompt: for each sampling plain decoding (None, 0), then each candidate at each
+    K.
+    """
+    any_greedy = any(sampling.greedy for sampling in samplings)
+    out: list[tuple[Candidate | None, int, Sampling]] = []
+    for sampling in samplings:
+        out.append((None, 0, sampling))
+        for candidate in candidates:
+            if sampling.greedy or not (candidate.greedy_only and any_greedy):
+                out += [(candidate, k, sampling) for k in candidate.ks or ks]
+    return out
+
+
 def _plan(candidates: Sequence[Candidate], ks: Sequence[int], samplings: Sequence[Sampling]) -> list[_Run]:
     runs = []
-    for sampling in samplings:
-        suffix = _suffix(sampling)
-        runs.append(_Run(f"plain{suffix}", None, 0, sampling, None))
-        for candidate in candidates:
-            for k in candidate.ks or ks:
-                run_id = f"{candidate.label.replace(' ', '-')}-k{k}{suffix}"
-                runs.append(_Run(run_id, candidate, k, sampling, candidate.make()))
+    for candidate, k, sampling in configurations(candidates, ks, samplings):
+        name = "plain" if candidate is None else f"{candidate.label.replace(' ', '-')}-k{k}"
+        proposer = None if candidate is None else candidate.make()
+        runs.append(_Run(f"{name}{_suffix(sampling)}", candidate, k, sampling, proposer))
     ids = [run.id for run in runs]
     twice = sorted({one for one in ids if ids.count(one) > 1})
     if twice or not runs:
