@@ -46,7 +46,7 @@ def run_demo(
     clock = _Clock(say, {**BUDGET, "training": minutes})
     with clock.stage("target"):
         target = load_target(target_name) if target_name else demo_target()
-        say(f"{target.name}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.vocab_size} words")
+        say(f"{target.title}: {target.num_layers} layers, hidden size {target.hidden_size}, {target.vocab_size} words")
     with clock.stage("prompts"):
         folder = prompt_folder(target)
     recipe = demo_recipe(target, folder, minutes)
@@ -113,7 +113,7 @@ def demo_recipe(target: Target, prompts: Path, minutes: float) -> Recipe:
     return parse_recipe(
         {
             "method": "eagle3",
-            "target": {"name_or_path": str(target.folder or target.name)},
+            "target": {"name_or_path": target.name},
             "data": {
                 "train": [{"path": str(prompts / "train.jsonl")}],
                 "validation": [{"path": str(prompts / "validation.jsonl")}],
@@ -159,9 +159,7 @@ def demo_target() -> Target:
         beside = path.with_suffix(".partial")
         assemble(beside)
         beside.replace(path)
-    target = load_target(str(path))
-    target.name = "gemma-3-270m"
-    return target
+    return load_target(str(path))
 
 
 def prompt_folder(target: Target) -> Path:

@@ -178,6 +178,12 @@ class Target:
             add_part(digest, name, repr((tuple(parameter.shape), *sums)).encode())
         return digest.hexdigest()
 
+    @property
+    def title(self) -> str:
+        """The name for people: a hub id as it is, of a local path the last part."""
+        path = Path(self.name)
+        return (path.stem if path.suffix == ".gguf" else path.name) if path.exists() else self.name
+
     def rope(self) -> dict:
         """{"rope_theta": float, "rope_scaling": dict | None} of the full-attention layers (the entry a draft takes)."""
         parameters = self._values.get("rope_parameters") or {}

@@ -87,7 +87,7 @@ def main(
     chosen = [list(prompt.ids) for prompt in load_prompts(entries, target, "auto", prompts, 0)]
     assert len(chosen) == prompts <= PROMPTS["validation"] + PROMPTS["test"]
     loaded = load_draft(draft, target) if draft else untrained_draft(target, folder, chosen)
-    print(f"{stored.name} in fp32, {prompts} prompts x {max_new_tokens} tokens, draft: {draft or 'untrained'}")
+    print(f"{stored.title} in fp32, {prompts} prompts x {max_new_tokens} tokens, draft: {draft or 'untrained'}")
     different = list(compare(target, chosen, loaded, k or [3, 5], max_new_tokens))
     total = len(different) * prompts
     print(f"total: {total - sum(different)} of {total} texts identical to plain decoding")

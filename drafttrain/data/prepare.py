@@ -36,6 +36,7 @@ from drafttrain.target import Target, check_feature_layers, default_feature_laye
 
 Say = Callable[[str], None]
 TRAINED_SPLITS = ("train", "validation")
+WHOLE_BYTES, PART_BYTES = 64 * 2**20, 2**20
 
 
 @dataclass
@@ -100,16 +101,42 @@ def _manifest(recipe: Recipe, run: RunFolder, target: Target) -> dict:
     """What the folder was prepared from; another target or other data settings need a fresh folder."""
     path = run.prepared / "manifest.json"
     settings = recipe.data.model_dump(mode="json", exclude={"test"})
-    made_of = {"target": target.name, "fingerprint": target.fingerprint, "data": settings}
+    entries = [*recipe.data.train, *recipe.data.validation]
+    files = {
+        entry.path: content_mark(Path(entry.path)) for entry in entries if entry.path and Path(entry.path).exists()
+    }
+    made_of = {"target": target.name, "fingerprint": target.fingerprint, "data": settings, "files": files}
     if path.exists():
         found = json.loads(path.read_text())
-        if {key: found.get(key) for key in ("fingerprint", "data")} == {k: made_of[k] for k in ("fingerprint", "data")}:
+        changed = [path for path, mark in files.items() if found.get("files", {}).get(path) != mark]
+        if changed:
+            raise DataError(
+                f"{', '.join(changed)} changed since {run.prepared} was made of it; give another --output, or remove "
+                "that folder"
+            )
+        if all(found.get(key) == made_of[key] for key in ("fingerprint", "data")):
             return found
         raise DataError(
             f"{run.prepared} was prepared for {found.get('target')} with other data, tokenizer, template or settings; "
             "give another --output, or remove the folder"
         )
     return {**made_of, "audit": {}, "coverage": {}}
+
+
+def content_mark(path: Path) -> str:
+    """Tells an edited data file from the one before: sha256 of its bytes; of files over 64 MB the size and three
+    parts.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode())
+            with open(file, "rb") as handle:
+                for start in (0,) if size <= WHOLE_BYTES else (0, size // 2, size - PART_BYTES):
+                    handle.seek(start)
+                    digest.update(handle.read(size if size <= WHOLE_BYTES else PART_BYTES))
+    return digest.hexdigest()
 
 
 def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manifest: dict, say: Say) -> list[dict]:

@@ -122,7 +122,7 @@ def evaluate(
             del run.results[whole:]
     return {
         "schema": 1,
-        "target": {"name": target.name, "fingerprint": target.fingerprint},
+        "target": {"name": target.title, "fingerprint": target.fingerprint},
         "device": _device(target),
         "prompts": {
             "name": name,

@@ -108,13 +108,14 @@ def serve_command(engine: str, target: Target, folder: Path, k: int) -> str | No
     """The command line that serves the target with this draft in vLLM or SGLang; None for engines whose command is
     not known here.
     """
+    model = target.folder if Path(target.name).exists() else target.name  # Of a GGUF file: its converted folder.
     if engine == "vllm":
         backend = " --model-impl transformers" if target.config.model_type in VLLM_WITHOUT_HOOKS else ""
         spec = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {k}}}'
-        return f"vllm serve {target.name}{backend} --speculative-config '{spec}'"
+        return f"vllm serve {model}{backend} --speculative-config '{spec}'"
     if engine == "sglang":
         return (
-            f"python -m sglang.launch_server --model-path {target.name} --speculative-algorithm EAGLE3 "
+            f"python -m sglang.launch_server --model-path {model} --speculative-algorithm EAGLE3 "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         )

@@ -104,8 +104,12 @@ def test_an_interrupted_prepare_is_finished_by_the_next(tmp_path, monkeypatch, p
         patch.setattr(module, point, stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(recipe, run, target, quiet)
-    # Data that change now cannot mix with what is there: the rows stay those of the vocabulary and the features.
+    # Data that change now cannot mix with what is there.
+    data = (tmp_path / "train.jsonl").read_bytes()
     write_rows(tmp_path / "train.jsonl", text_rows(24, seed=99))
+    with pytest.raises(DataError, match="changed since"):
+        prepare(recipe, run, target, quiet)
+    (tmp_path / "train.jsonl").write_bytes(data)
     prepare(recipe, run, target, quiet)
     a, b = content(whole.prepared), content(run.prepared)
     assert a.keys() == b.keys()
@@ -185,3 +189,17 @@ def test_the_prompt_of_a_conversation(tmp_path) -> None:
     assert target.tokenizer.convert_ids_to_tokens(ids) == ["w1", "<|im_end|>", "w9"]
     with pytest.raises(DataError, match="f:3: found no prompt"):
         conversation_prompt(Conversation(text="w1", source="f:3"), target, "auto")
+
+
+def test_an_edited_data_file_is_noticed_and_a_missing_one_is_not_needed(tmp_path) -> None:
+    recipe = stored(tmp_path)
+    target = make_target(recipe)
+    run = open_run(tmp_path / "run", recipe)
+    before = prepare(recipe, run, target, quiet)
+    path = tmp_path / "train.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[1:] + lines[:1]))  # the same rows and size, another order
+    with pytest.raises(DataError, match="train.jsonl changed since"):
+        prepare(recipe, run, target, quiet)
+    path.unlink()
+    assert load_prepared(recipe, run, target).rows == before.rows
