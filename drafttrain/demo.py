@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.data.files import write_beside
 from drafttrain.data.prepare import prepare
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.demo_prompts import write_prompts
@@ -156,9 +157,7 @@ def demo_target() -> Target:
     path = cache_folder() / "demo" / MODEL_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        beside = path.with_suffix(".partial")
-        assemble(beside)
-        beside.replace(path)
+        write_beside(path, lambda beside: assemble(beside))
     return load_target(str(path))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def write_beside(path: Path, write: Callable[[Path], None]) -> None:
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file in the same folder, then rename it to `path`. On any failure nothing is left
     behind.
     """
@@ -22,7 +22,7 @@ def write_beside(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, whole or not at all."""
-    write_beside(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n") and None)
+    write_beside(path, lambda temporary: temporary.write_text(json.dumps(value, indent=2) + "\n"))
 
 
 def replace_folder(path: Path, fill: Callable[[Path], None]) -> None:

@@ -5,7 +5,6 @@ The dict's keys are those of report.json, schema 1; figures are named and comput
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.data.files import write_beside
 from drafttrain.errors import UserError
 from drafttrain.evaluate import report_plots, report_summary
 from drafttrain.evaluate.report_summary import MISSING, Group, Run, interval_of, number, percent
@@ -43,23 +43,14 @@ def write_report(
     json_path, html_path = folder / "report.json", folder / "report.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_beside(json_path, text)
-        _write_beside(html_path, page)
+        for path, content in ((json_path, text), (html_path, page)):
+            write_beside(path, lambda beside, content=content: beside.write_text(content, encoding="utf-8"))
     except OSError as error:
         raise EvaluationError(
             f"cannot write the report into {folder}: {error.strerror}. Expected a folder that can be made and written "
             "to: mend its permissions or free space, or name another one (--output)."
         ) from error
     return json_path, html_path
-
-
-def _write_beside(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

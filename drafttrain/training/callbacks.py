@@ -97,7 +97,7 @@ def read_log(path: Path) -> list[dict]:
 def cut_log(path: Path, step: int) -> None:
     """Drop the rows after `step`, the checkpoint that a resume starts from: their steps are trained again."""
     lines = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= step]
-    write_beside(path, lambda temporary: temporary.write_text("".join(lines)) and None)
+    write_beside(path, lambda temporary: temporary.write_text("".join(lines)))
 
 
 class Bar(TrainerCallback):
