@@ -57,7 +57,7 @@ def run_demo(
         with clock.stage("data"):
             prepared = prepare(recipe, run, target, say)
         with clock.stage("training"):
-            train(recipe, run, target, say)
+            train(recipe, run, target, say, prepared)
         with clock.stage("evaluation"):
             rows = [row["input_ids"] for row in prepared.rows["train"]]
             report = evaluate_draft(run.path, target, recipe.evaluation, recipe=recipe, training_rows=rows, say=say)

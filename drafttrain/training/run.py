@@ -22,8 +22,14 @@ from drafttrain.training.trainer import DraftTrainer
 GATE_NATS = 0.5
 
 
-def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Callable[[str], None] = print) -> None:
-    """Prepare what is missing, then train. Raises RunError, DataError, TargetError or DraftError with the mend.
+def train(
+    recipe: Recipe,
+    run: RunFolder,
+    target: Target | None = None,
+    say: Callable[[str], None] = print,
+    prepared: Prepared | None = None,
+) -> None:
+    """Prepare what is missing (unless `prepared` is given), then train. Raises RunError, DataError, TargetError or DraftError with the mend.
 
     Leaves run/draft (best on validation; the last one without validation data), run/untrained, checkpoints and
     log.jsonl.
@@ -31,8 +37,9 @@ def train(recipe: Recipe, run: RunFolder, target: Target | None = None, say: Cal
     state = processes()
     say = say if state.is_main_process else (lambda message: None)
     target = target or load_target(**recipe.target.model_dump())
-    with state.main_process_first():
-        prepared = prepare(recipe, run, target, say)
+    if prepared is None:
+        with state.main_process_first():
+            prepared = prepare(recipe, run, target, say)
     draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics)
     sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
     dtype = DTYPES[recipe.export.dtype]
