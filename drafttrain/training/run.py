@@ -29,7 +29,8 @@ def train(
     say: Callable[[str], None] = print,
     prepared: Prepared | None = None,
 ) -> None:
-    """Prepare what is missing (unless `prepared` is given), then train. Raises RunError, DataError, TargetError or DraftError with the mend.
+    """Prepare what is missing (unless `prepared` is given), then train. Raises RunError, DataError, TargetError or
+    DraftError with the mend.
 
     Leaves run/draft (best on validation; the last one without validation data), run/untrained, checkpoints and
     log.jsonl.
