@@ -181,7 +181,7 @@ class Target:
     @property
     def title(self) -> str:
         """The name for people: a hub id as it is, of a local path the last part."""
-        path = Path(self.name)
+        path = Path(self.name).expanduser()
         return (path.stem if path.suffix == ".gguf" else path.name) if path.exists() else self.name
 
     def rope(self) -> dict:
