@@ -108,7 +108,8 @@ def serve_command(engine: str, target: Target, folder: Path, k: int) -> str | No
     """The command line that serves the target with this draft in vLLM or SGLang; None for engines whose command is
     not known here.
     """
-    model = target.folder if Path(target.name).expanduser().exists() else target.name  # Of a GGUF file: its converted folder.
+    # Of a GGUF file the converted folder is served.
+    model = target.folder if Path(target.name).expanduser().exists() else target.name
     if engine == "vllm":
         backend = " --model-impl transformers" if target.config.model_type in VLLM_WITHOUT_HOOKS else ""
         spec = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": {k}}}'
