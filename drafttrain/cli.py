@@ -2,11 +2,13 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from drafttrain.errors import UserError
 
@@ -28,11 +30,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 
 
 def main() -> None:
-    """Run the command line. A UserError is printed without a traceback and exits with 1."""
+    """Run the command line."""
+    run_command(app)
+
+
+def run_command(command: Callable[[], None]) -> None:
+    """Call a command line, this one's or a script's. A UserError is printed without a traceback and exits with 1."""
     try:
-        app()
+        command()
     except UserError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False)
+        message = Text.assemble(("error:", "bold red"), f" {error}")
+        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
         sys.exit(1)
 
 
@@ -51,12 +59,6 @@ def quiet_libraries() -> None:
 
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _console() -> Console:

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
+from drafttrain.cli import run_command
 from drafttrain.data.features import OnlineFeatures, channel_statistics
 from drafttrain.demo import PROMPTS, demo_recipe, demo_target, prompt_folder
 from drafttrain.drafts.base import Draft, Proposer
-from drafttrain.drafts.eagle3 import Eagle3Draft
-from drafttrain.drafts.eagle3_config import Eagle3Config
-from drafttrain.drafts.loading import load_draft
+from drafttrain.drafts.loading import load_draft, new_draft
 from drafttrain.drafts.ngram import NgramProposer
-from drafttrain.errors import UserError
 from drafttrain.evaluate.divergence import first_divergence
 from drafttrain.evaluate.run import load_prompts
 from drafttrain.recipe import DataEntry
@@ -35,10 +34,10 @@ BATCH = 32
 def untrained_draft(target: Target, folder: Path, prompts: list[list[int]]) -> Draft:
     """A draft as training starts it: whole vocabulary, the target's head rows, measured feature scales."""
     layers = default_feature_layers(target.num_layers)
-    config = Eagle3Config.for_target(target, demo_recipe(target, folder, 1).draft, layers, target.vocab_size)
     rows = [{"index": i, "input_ids": ids, "loss_mask": [1] * len(ids)} for i, ids in enumerate(prompts)]
     statistics = channel_statistics(OnlineFeatures(target, layers, target.dtype), target, rows)
-    return Eagle3Draft(config).to(target.device).attach(target).initialise(**statistics).eval()
+    recipe = demo_recipe(target, folder, 1)
+    return new_draft(recipe, target, layers, torch.arange(target.vocab_size), statistics).eval()
 
 
 def texts(target: Target, prompts, proposer: Proposer | None, k: int, count: int) -> tuple[list[list[int]], Counts]:
@@ -96,8 +95,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_command(lambda: typer.run(main))

@@ -5,12 +5,9 @@
 The same as `drafttrain train`, for recipes with method: eagle3. The CPU-sized twin of the whole road is `make demo`.
 """
 
-import sys
-
 import typer
 
-from drafttrain.cli import AsJson, Fresh, Output, Overrides, RecipeArgument, run_training
-from drafttrain.errors import UserError
+from drafttrain.cli import AsJson, Fresh, Output, Overrides, RecipeArgument, run_command, run_training
 
 
 def train_eagle(
@@ -25,8 +22,4 @@ def train_eagle(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(train_eagle)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_command(lambda: typer.run(train_eagle))
