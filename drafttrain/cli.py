@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from drafttrain.cli_common import AsJson, console_for, say_for
+from drafttrain.cli_measure import register
 from drafttrain.errors import UserError
 
 app = typer.Typer(
@@ -26,7 +28,6 @@ Overrides = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option(help="Run folder. Default: checkpoints/<recipe's name>.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Refuse to continue an existing run: the folder must be empty.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")]
 
 
 def main() -> None:
@@ -59,17 +60,6 @@ def quiet_libraries() -> None:
 
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-
-
-def _console() -> Console:
-    """Standard output; wide enough for the tables where it is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=120)
-
-
-def _say(as_json: bool):
-    return (
-        (lambda message: print(message, file=sys.stderr, flush=True)) if as_json else (lambda m: print(m, flush=True))
-    )
 
 
 def _open_run(recipe_path: Path, overrides, output: Path | None, fresh: bool, method: str | None = None):
@@ -106,7 +96,7 @@ def prepare(
     from drafttrain.data.prepare import prepare as run_prepare
     from drafttrain.target import load_target
 
-    say = _say(as_json)
+    say = say_for(as_json)
     settings, run = _open_run(recipe, overrides, output, fresh)
     with run.lock():
         prepared = run_prepare(settings, run, load_target(**settings.target.model_dump()), say)
@@ -142,7 +132,7 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
 
     quiet_libraries()
     state = processes()
-    say = _say(as_json)
+    say = say_for(as_json)
     with state.main_process_first():
         settings, run = _open_run(recipe, overrides, output, fresh and state.is_main_process, method)
     with run.lock() if state.is_main_process else nullcontext():
@@ -154,74 +144,7 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
         say(f"Next: drafttrain evaluate {run.path}")
 
 
-@app.command()
-def evaluate(
-    source: Annotated[str, typer.Argument(help="A run folder, a draft folder or a hub id.", metavar="RUN|DIR")],
-    target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
-    k: Annotated[str | None, typer.Option(help="Drafts a round, e.g. 3 or 1,3,5.")] = None,
-    temperature: Annotated[str | None, typer.Option(help="Temperatures, e.g. 0 or 0,0.8. 0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus mass, applied to target and draft alike.")] = None,
-    draft_mode: Annotated[str | None, typer.Option(help="one_hot or probabilistic, when sampling.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="JSONL of prompts; default: the recipe's data.test.")] = None,
-    num_prompts: Annotated[int | None, typer.Option(help="How many of them.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens to generate for each prompt.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for the report.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure acceptance and wall-clock speedup over the plain target, beside n-gram lookup and the untrained draft.
-
-    Example: drafttrain evaluate checkpoints/demo --k 3,5 --temperature 0,0.8
-    """
-    from drafttrain.data.conversations import DataError
-    from drafttrain.data.prepare import load_prepared
-    from drafttrain.data.run_folder import RunFolder
-    from drafttrain.evaluate.report import EvaluationError, print_table, write_report
-    from drafttrain.evaluate.run import evaluate_draft, settings_with
-    from drafttrain.recipe import EvaluationConfig
-    from drafttrain.target import load_target
-    from drafttrain.training.callbacks import read_log
-
-    say = _say(as_json)
-    run = RunFolder(Path(source))
-    recipe = run.recipe() if run.recipe_file.exists() else None
-    if recipe is None and target is None:
-        raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
-    settings = settings_with(
-        recipe.evaluation if recipe else EvaluationConfig(),
-        k=_numbers(k, int, "--k"),
-        temperature=_numbers(temperature, float, "--temperature"),
-        top_p=top_p,
-        draft_mode=draft_mode,
-        prompts=prompts,
-        num_prompts=num_prompts,
-        max_new_tokens=max_new_tokens,
-    )
-    loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
-    training_rows = []
-    if recipe is not None:
-        try:
-            training_rows = [row["input_ids"] for row in load_prepared(recipe, run, loaded).rows["train"]]
-        except DataError as error:
-            say(f"note: the training data is not at hand, overlap is not measured ({error})")
-    report = evaluate_draft(source, loaded, settings, recipe=recipe, training_rows=training_rows, say=say)
-    folder = output or (run.path / "evaluation" / report["prompts"]["name"] if recipe else Path("evaluation"))
-    _, html = write_report(report, folder, read_log(run.log) if recipe else None)
-    if as_json:
-        print(json.dumps(report))
-    else:
-        print_table(report, _console())
-    say(f"report in {html}. Next: drafttrain export {source}")
-
-
-def _numbers(text: str | None, kind: type, flag: str) -> list | None:
-    from drafttrain.evaluate.report import EvaluationError
-
-    if text is None:
-        return None
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise EvaluationError(f"{flag} is {text!r}, expected numbers separated by commas, e.g. 1,3,5") from error
+register(app)
 
 
 @app.command()
@@ -244,7 +167,7 @@ def export(
     from drafttrain.export.eagle3 import ENGINES, ExportError, export_eagle3, serve_command
     from drafttrain.target import load_target
 
-    say = _say(as_json)
+    say = say_for(as_json)
     run = RunFolder(source)
     recipe = run.recipe() if run.recipe_file.exists() else None
     if recipe is None and target is None:
@@ -277,6 +200,6 @@ def demo(
     """
     from drafttrain.demo import run_demo
 
-    report = run_demo(target, minutes, output, fresh, _say(as_json), None if as_json else _console())
+    report = run_demo(target, minutes, output, fresh, say_for(as_json), None if as_json else console_for())
     if as_json:
         print(json.dumps(report))

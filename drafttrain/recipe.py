@@ -189,14 +189,30 @@ class TrainingConfig(Section):
         return steps
 
 
+class TreeConfig(Section):
+    """A tree beside the chains: `topk` children a node and `nodes` in all, chosen by the draft's confidence (EAGLE-2),
+    or fixed rank `paths` such as [[0], [1], [0, 0]].
+    """
+
+    topk: Count = 4
+    nodes: Count = 16
+    paths: Annotated[list[list[Natural]], Field(min_length=1)] | None = None
+
+
 class EvaluationConfig(Section):
-    """What is measured: numbers of drafted tokens `k` and temperatures, against plain decoding and two controls."""
+    """What is measured: numbers of drafted tokens `k`, temperatures and requests at a time, against plain decoding and
+    two controls; `tree` and `policy` add configurations. `prompts`: a file, or a set such as builtin or mt-bench.
+    """
 
     k: Counts = [1, 2, 3, 4, 5, 7]
     temperature: Temperatures = [0.0]
     top_p: Share = 1.0
     top_k: Natural = 0
     draft_mode: Literal["one_hot", "probabilistic"] = "one_hot"
+    concurrency: Counts = [1]
+    repeats: Count = 1
+    tree: TreeConfig | None = None
+    policy: Text | None = None
     max_new_tokens: Count = 128
     prompts: Text | None = None
     num_prompts: Count = 64
@@ -263,6 +279,19 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 def parse_recipe(settings: Mapping[str, Any], folder: str | os.PathLike[str] = ".") -> Recipe:
     """Validate settings given in memory; relative paths are resolved against `folder`. Raises RecipeError."""
     return _finish(settings, (), Path(folder).absolute(), None, "recipe")
+
+
+class _EvaluationAlone(Section):
+    evaluation: EvaluationConfig
+
+
+def parse_evaluation(settings: Mapping[str, Any]) -> EvaluationConfig:
+    """The evaluation section alone, from settings given in memory. Raises RecipeError."""
+    try:
+        return _EvaluationAlone.model_validate({"evaluation": dict(settings)}).evaluation
+    except ValidationError as error:
+        lines = problem_lines(error, _EvaluationAlone)
+        raise RecipeError("\n".join(["the evaluation cannot be run as asked:", *lines])) from error
 
 
 def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:

@@ -4,18 +4,21 @@ hs[k] is the residual stream after k decoder layers: hs[0] the embedding output,
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from drafttrain.nn.cache import RaggedCache, additive, visible
+from drafttrain.nn.cache import RaggedCache, additive, visible, visible_tree
+from drafttrain.nn.tree import ancestors, depths
 from drafttrain.target_files import (
     TargetError,
     add_part,
@@ -24,6 +27,9 @@ from drafttrain.target_files import (
     choose_dtype,
     find_folder,
     fingerprint_folder,
+    first_value,
+    load_tokenizer,
+    logit_shape,
     read_config,
     read_model,
     read_tokenizer,
@@ -38,6 +44,7 @@ __all__ = [
     "check_feature_layers",
     "default_feature_layers",
     "load_target",
+    "load_tokenizer",
 ]
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>")
@@ -114,7 +121,7 @@ class TargetHead:
         """The rest: normed [.., Ht] -> logits [.., R]. Made contiguous first: a strided bf16 input to a head of 262k
         rows takes a path many times slower on CPUs."""
         normed = normed.to(self.weight.device, self.weight.dtype).contiguous()
-        logits = nn.functional.linear(normed, self.weight, self.bias)
+        logits = F.linear(normed, self.weight, self.bias)
         if self.scale is not None:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -153,6 +160,7 @@ class Target:
         self.max_positions: int = self.config.max_position_embeddings
         self.head_dim: int = self._values.get("head_dim") or self.hidden_size // self.config.num_attention_heads
         self.rms_norm_eps: float = first_value(self._values, EPSILONS, "the epsilon of its norms")
+        self.captured: dict[int, Any] = {}  # By batch size: StaticSteps, kept from one decoding to the next.
         self.check_head()
 
     @classmethod
@@ -246,39 +254,58 @@ class Target:
         lengths: Tensor | None = None,
         layers: Sequence[int] = (),
         last_only: bool = False,
+        parents: Tensor | None = None,
     ) -> TargetStep:
         """Run tokens int64 [B, N] (right-padded, lengths [B] real ones) behind what `cache` holds of each row.
 
-        Nothing is committed: raise cache.lengths by what is kept. last_only: logits of each row's last token alone."""
+        Nothing is committed: raise cache.lengths by what is kept. last_only: logits of each row's last token alone.
+        parents int64 [B, N-1]: the tokens behind column 0 are a tree (nn/tree.py); each sees its ancestors alone and
+        sits at the position of its depth; call cache.gather with the accepted columns before raising the lengths."""
         lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
-        needed = int((cache.lengths + lengths).max())  # of real tokens: padding of a long row may reach further
+        depth = None if parents is None else F.pad(depths(parents), (1, 0))
+        reach = lengths if depth is None else depth.amax(1) + 1
+        self.check_positions(int((cache.lengths + reach).max()))  # Padding of a long row may reach further.
+        positions = cache.begin(tokens.shape[1])
+        if depth is None:
+            masks = self.masks(lambda window: visible(positions.to(self.device), cache.key_count, window))
+        else:
+            positions = cache.lengths[:, None] + depth
+            committed, deep, family = (part.to(self.device) for part in (cache.lengths, depth, ancestors(parents)))
+            masks = self.masks(lambda window: visible_tree(committed, family, cache.key_count, window, deep))
+        last = (torch.arange(len(tokens)), lengths - 1) if last_only else None
+        outputs = self.forward(tokens.to(self.device), positions.to(self.device), masks, cache, layers, last)
+        return TargetStep(tokens, positions, lengths, *outputs)
+
+    def check_positions(self, needed: int) -> None:
+        """TargetError where the model has fewer positions than are needed."""
         if needed > self.max_positions:
             raise TargetError(
                 f"{needed} positions are needed, {self.name} takes {self.max_positions}. "
                 "Mend: shorten the prompts or lower max_new_tokens."
             )
-        positions = cache.begin(tokens.shape[1])
-        on_device = positions.to(self.device)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, masks, cache: RaggedCache, layers: Sequence[int], chosen=None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(logits, features, last_hidden) of a TargetStep from tensors on the device alone, behind an open cache.
+
+        tokens, positions int64 [B, N]; masks: of `masks`; chosen: (rows [B], columns [B]) whose logits are wanted.
+        """
         with self.capture(sorted({*layers, self.num_layers})) as states:
             normed = self.decoder(
-                input_ids=tokens.to(self.device),
-                position_ids=on_device,
-                attention_mask=self._masks(on_device, cache.key_count),
-                cache=cache,
-                use_cache=True,
+                input_ids=tokens, position_ids=positions, attention_mask=masks, cache=cache, use_cache=True
             ).last_hidden_state
-        if last_only:
-            normed = normed[torch.arange(len(tokens)), lengths - 1][:, None]
-        logits = self._full_head.logits(normed)
+        logits = self._full_head.logits(normed if chosen is None else normed[chosen][:, None])
         features = torch.cat([states[k] for k in layers], -1) if layers else None
-        return TargetStep(tokens, positions, lengths, logits, features, states[self.num_layers])
+        return logits, features, states[self.num_layers]
 
     @cached_property
     def _full_head(self) -> TargetHead:
         return self.head()
 
-    def _masks(self, positions: Tensor, key_count: int) -> Tensor | dict[str, Tensor]:
-        """Prepared 4-D masks in the form the model takes: one for each layer type, or a single one."""
+    def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+        """Prepared 4-D masks in the form the model takes: one for each layer type, or a single one; make: the bool mask
+        of a sliding window (None: full attention)."""
         window = self._values.get("sliding_window")
         kinds = set(
             self._values.get("layer_types") or (["full_attention"] if window is None else ["sliding_attention"])
@@ -291,7 +318,7 @@ class Target:
             )
         masks = {}
         for kind in kinds:
-            mask = visible(positions, key_count, window if kind == "sliding_attention" else None)
+            mask = make(window if kind == "sliding_attention" else None)
             masks[kind] = mask if self.config._attn_implementation == "sdpa" else additive(mask, self.dtype)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -331,23 +358,6 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
         f"{type(model).__name__} has no decoder stack that this package knows. Expected a module with embed_tokens, "
         f"{count} layers and one of {', '.join(FINAL_NORMS)}. Mend: choose a target such as Llama, Qwen or Gemma."
     )
-
-
-def logit_shape(values: dict) -> tuple[float | None, float | None]:
-    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's divisor."""
-    softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")
-    scale = values.get("logit_scale") or values.get("lm_head_multiplier")
-    if values.get("logits_scaling"):
-        scale = 1.0 / values["logits_scaling"]
-    return softcap, None if scale == 1.0 else scale
-
-
-def first_value(values: dict, names: Sequence[str], what: str):
-    """The first of the named config values that is there."""
-    for name in names:
-        if values.get(name) is not None:
-            return values[name]
-    raise TargetError(f"config.json does not say {what}. Expected one of {', '.join(names)}.")
 
 
 def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import struct
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -297,6 +298,14 @@ def read_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerB
         raise loading_error(source, "the tokenizer", error) from error
 
 
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """A target's tokenizer alone, without its weights: of a folder, a hub id or a .gguf file."""
+    path = Path(name_or_path).expanduser()
+    if path.suffix == ".gguf":
+        return read_tokenizer(str(convert_gguf(path)), False)
+    return read_tokenizer(str(path) if path.exists() else name_or_path, False)
+
+
 def convert_gguf(path: Path) -> Path:
     """The folder in the cache that holds a GGUF file as bf16 safetensors, written on first use.
 
@@ -373,3 +382,20 @@ def add_part(digest, name: str, content: bytes) -> None:
     """Feed one named part with its length, so that parts cannot run into each other."""
     digest.update(f"{name}:{len(content)}:".encode())
     digest.update(content)
+
+
+def logit_shape(values: dict) -> tuple[float | None, float | None]:
+    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's divisor."""
+    softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")
+    scale = values.get("logit_scale") or values.get("lm_head_multiplier")
+    if values.get("logits_scaling"):
+        scale = 1.0 / values["logits_scaling"]
+    return softcap, None if scale == 1.0 else scale
+
+
+def first_value(values: dict, names: Sequence[str], what: str):
+    """The first of the named config values that is there."""
+    for name in names:
+        if values.get(name) is not None:
+            return values[name]
+    raise TargetError(f"config.json does not say {what}. Expected one of {', '.join(names)}.")

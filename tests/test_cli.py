@@ -246,7 +246,7 @@ def test_a_folder_in_use_is_refused(cli, trained) -> None:
 
 @pytest.mark.parametrize("k", ["0", "3,0", "-1"])
 def test_k_of_zero(cli, trained, k) -> None:
-    fails(cli("evaluate", trained / "run", f"--k={k}"), "expected numbers from 1 on", "plain baseline is always run")
+    fails(cli("evaluate", trained / "run", f"--k={k}"), "evaluation.k", "plain baseline is always run")
     assert not (trained / "run" / "evaluation").exists()
 
 
@@ -283,7 +283,7 @@ def test_no_draft_and_no_target(cli, trained, tmp_path) -> None:
     assert left(tmp_path) == {"prompts.jsonl"}
 
 
-def test_no_prompts(cli, trained, tmp_path) -> None:
+def test_the_built_in_prompts_leave_no_room_in_so_small_a_target(cli, trained, tmp_path) -> None:
     call = ("evaluate", trained / "run" / "draft", "--target", trained / "target", "--output", tmp_path / "report")
     fails(cli(*call), "no prompts", "--prompts")
     assert left(tmp_path) == set()

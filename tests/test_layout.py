@@ -54,6 +54,11 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, 
                 yield node.lineno, name.removeprefix("drafttrain").lstrip(".")
 
 
+def first_of(name: str) -> str:
+    """The module or package right below `drafttrain.`"""
+    return name.split(".")[0]
+
+
 def floor_of(name: str) -> str:
     """The entry of FLOORS that a module below `drafttrain.` belongs to; the name's first part where there is none."""
     first = name.split(".")[0]
@@ -72,7 +77,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
             broken.append(f"line {line}: {name or 'drafttrain'} is no module of the package; import from its own home")
         elif home == "__init__" or LEVEL[floor] >= LEVEL[home]:
             broken.append(f"line {line}: {home} imports {name}, which is not below it")
-        elif not f"{name}.".startswith(tuple(f"{way}." for way in ONLY_THROUGH.get((home, floor), (floor,)))):
+        elif not f"{name}.".startswith(tuple(f"{way}." for way in ONLY_THROUGH.get((home, floor), (first_of(name),)))):
             broken.append(f"line {line}: {home} imports {name}, expected {ONLY_THROUGH.get((home, floor), floor)}")
     return broken
 

@@ -93,7 +93,7 @@ class Oracle(Proposer):
     def begin(self, step, next_token, sampling, streams):
         self.at, self.rounds = [1] * len(next_token), [0] * len(next_token)
 
-    def propose(self, k):
+    def propose(self, k, stop=None):
         tokens = torch.zeros(len(k), int(k.max()), dtype=torch.long)
         for row, limit in enumerate(k.tolist()):
             at, number = self.at[row], self.rounds[row]
@@ -126,7 +126,7 @@ class SelfProposer(Proposer):
         self.cache.lengths = step.lengths.clone()
         self.last = next_token
 
-    def propose(self, k):
+    def propose(self, k, stop=None):
         width, committed = int(k.max()), self.cache.lengths
         draws = self.sampling.draws_drafts
         uniforms = self.streams.uniforms(k.tolist(), width)

@@ -63,7 +63,7 @@ def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversa
     loaded: list[Conversation] = []
     for index, entry in enumerate(entries):
         where = entry.path or entry.dataset
-        rows = [parse_row(row, entry.format, source) for row, source in _read_entry(entry)]
+        rows = [parse_row(row, entry.format, source) for row, source in read_entry(entry)]
         if not rows:
             raise DataError(f"{where}: found no rows, expected at least one; check the file's content or the split")
         kept = _apply_weight(rows, entry.weight, random.Random(f"{seed}:{index}"))
@@ -86,7 +86,7 @@ def _apply_weight(rows: list[Conversation], weight: float, rng: random.Random) -
 # Reading: every reader yields (row, source).
 
 
-def _read_entry(entry: DataEntry) -> Iterator[tuple[Row, str]]:
+def read_entry(entry: DataEntry) -> Iterator[tuple[Row, str]]:
     if entry.path is None:
         yield from _read_hub(entry)
         return
@@ -222,7 +222,7 @@ def parse_row(row: Row, format: str, source: str) -> Conversation:
         case "prompt_completion":
             return _parse_pair(row, source)
         case "text":
-            return Conversation(text=_string(_need(row, ("text",), source), f"{source}: text"), source=source)
+            return Conversation(text=text_value(_need(row, ("text",), source), f"{source}: text"), source=source)
         case "tokens":
             return _parse_tokens(row, source)
         case other:
@@ -262,7 +262,7 @@ def _parse_turns(row: Row, kind: str, source: str) -> tuple[dict[str, str], ...]
         role = turn[role_key]
         if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{place}: found the role {role!r}, expected one of {', '.join(ROLES)}; drop the row")
-        messages.append({"role": ROLES[role], "content": _string(turn.get(content_key), f"{place}: {content_key}")})
+        messages.append({"role": ROLES[role], "content": text_value(turn.get(content_key), f"{place}: {content_key}")})
     _check_alternation([message["role"] for message in messages], source)
     return tuple(messages)
 
@@ -280,10 +280,10 @@ def _check_alternation(roles: list[str], source: str) -> None:
 def _parse_pair(row: Row, source: str) -> Conversation:
     whole = [pair for pair in PAIRS if pair[0] in row and pair[1] in row]
     prompt_key, answer_key = next(iter(whole or [pair for pair in PAIRS if pair[0] in row]), PAIRS[0])
-    prompt = _string(_need(row, (prompt_key,), source), f"{source}: {prompt_key}")
+    prompt = text_value(_need(row, (prompt_key,), source), f"{source}: {prompt_key}")
     if prompt_key == "instruction" and row.get("input"):
-        prompt += "\n\n" + _string(row["input"], f"{source}: input")
-    completion = _string(row[answer_key], f"{source}: {answer_key}") if answer_key in row else None
+        prompt += "\n\n" + text_value(row["input"], f"{source}: input")
+    completion = text_value(row[answer_key], f"{source}: {answer_key}") if answer_key in row else None
     return Conversation(prompt=prompt, completion=completion, source=source)
 
 
@@ -310,7 +310,7 @@ def _need(row: Row, names: tuple[str, ...], source: str) -> Any:
     raise DataError(f"{source}: found the keys {_keys(row)}, expected {' or '.join(names)}; set the entry's format")
 
 
-def _string(value: Any, place: str) -> str:
+def text_value(value: Any, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: found {_short(value)}, expected a string")
     try:

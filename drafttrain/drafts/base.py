@@ -5,7 +5,7 @@ Proposer.
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.errors import UserError
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.nn.sampling import Sampling, Streams
+from drafttrain.nn.tree import Tree
 from drafttrain.target import Target, TargetStep
 
 
@@ -40,19 +41,32 @@ class Proposal:
     q_ids: Tensor | None = None
 
 
+Stop = Callable[[Tensor], Tensor]
+"""Draft logits [B, Vd] -> bool [B]: rows that draft no further. It never sees the token drawn, so it cannot bias it."""
+
+
 class Proposer(ABC):
     """Drafts tokens for a batch of requests. The evaluator knows drafts only through these calls."""
 
     feature_layers: Sequence[int] = ()
     """The hs[k] it reads from each TargetStep, ascending."""
+    tree: Tree | None = None
+    """The kind of tree it proposes; None: chains."""
+    max_k: int | None = None
+    """How deep it can draft; None: as deep as asked."""
+
+    def reserve(self, batch: int, room: int, k: int) -> None:  # noqa: B027
+        """Before `begin`: make ready, untimed, for captured steps (nn/graphs.py) over so many rows, committed tokens
+        and drafts. Holds for the next `begin`. Proposers without such steps do nothing."""
 
     @abstractmethod
     def begin(self, step: TargetStep, next_token: Tensor, sampling: Sampling, streams: Streams) -> None:
         """Start on prefilled prompts: `step` holds them, next_token [B] is the token the target chose after them."""
 
     @abstractmethod
-    def propose(self, k: Tensor) -> Proposal:
-        """Draft up to k[b] tokens for row b (int64 [B], 0 allowed) that follow the last committed token."""
+    def propose(self, k: Tensor, stop: Stop | None = None) -> Proposal:
+        """Draft up to k[b] tokens for row b (int64 [B], 0 allowed) that follow the last committed token; trees: up to
+        that depth. stop: asked before a token is drawn, with the draft's logits; proposers without logits ignore it."""
 
     @abstractmethod
     def advance(self, step: TargetStep, path: Tensor, next_token: Tensor) -> None:
@@ -114,8 +128,8 @@ class Draft(nn.Module, ABC):
         """Set what can be set on one batch before training; returns the step-0 loss in nats a row."""
 
     @abstractmethod
-    def proposer(self, target: Target) -> Proposer:
-        """A proposer that drafts for this target with this module's weights."""
+    def proposer(self, target: Target, tree: Tree | None = None) -> Proposer:
+        """A proposer that drafts for this target with this module's weights: chains, or trees of the given kind."""
 
     @abstractmethod
     def save_pretrained(self, folder: Path) -> None:

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, supervised_rows
 from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.eagle3_proposer import Eagle3Proposer
+from drafttrain.drafts.eagle3_tree import Eagle3TreeProposer
 from drafttrain.nn.fused_losses import StepFigures, fused_draft_loss
 from drafttrain.nn.rotary import RotaryTable, rotate
+from drafttrain.nn.tree import Tree
 from drafttrain.nn.ttt_attention import ttt_attention
 from drafttrain.target import Target
 
@@ -210,9 +212,17 @@ class Eagle3Draft(Draft):
         """Target token ids [B, T] -> raw embeddings [B, T, H] in the draft's dtype."""
         return F.embedding(tokens, self.embed_weight).to(self.fc.weight.dtype)
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """The layer's output [.., H] -> logits [.., Vd]."""
+        return self.lm_head(self.norm(hidden))
+
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, T, D] of positions int64 [B, T]."""
         return self._rotary(positions, dtype)
+
+    def rotary_table(self, count: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [P, D] of all positions, at least so many, where the weights are and in their dtype."""
+        return self._rotary.table(count, self.fc.weight.device, self.fc.weight.dtype)
 
     def unroll(self, input_ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
         """The normed states of each step, [B, T, H] each: state k of row p predicts x[p+2+k] given the data's own
@@ -259,9 +269,9 @@ class Eagle3Draft(Draft):
         )
         return DraftLoss(objective, pad_figures(figures, self.ttt_steps))
 
-    def proposer(self, target: Target) -> Eagle3Proposer:
-        """A proposer that drafts step by step with a KV cache, with these very weights."""
-        return Eagle3Proposer(self)
+    def proposer(self, target: Target, tree: Tree | None = None) -> Eagle3Proposer:
+        """A proposer that drafts step by step with a KV cache, with these very weights: chains, or trees."""
+        return Eagle3Proposer(self) if tree is None else Eagle3TreeProposer(self, tree)
 
     def save_pretrained(self, folder: Path) -> None:
         """config.json and model.safetensors in the parameters' own dtype; feature_rms stays a tensor of its own."""

@@ -5,11 +5,11 @@ ahead.
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from drafttrain.drafts.base import Proposal, Proposer
-from drafttrain.nn.cache import RaggedCache, visible
+from drafttrain.drafts.base import Proposal, Proposer, Stop
+from drafttrain.drafts.eagle3_static import StaticDraft, run_layer
+from drafttrain.nn.cache import RaggedCache, visible, visible_tree
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
 from drafttrain.target import TargetStep
 
@@ -23,14 +23,39 @@ class Eagle3Proposer(Proposer):
         self.feature_layers = draft.feature_layers
         self._ids = draft.draft_ids
         self._cache: RaggedCache | None = None
+        # Captured steps by batch size; those reserved for the next request; those in use (None: plain calls).
+        self._kept: dict[int, StaticDraft] = {}
+        self._reserved: StaticDraft | None = None
+        self._steps: StaticDraft | None = None
+
+    @torch.no_grad()
+    def reserve(self, batch: int, room: int, k: int) -> None:
+        if batch not in self._kept:
+            self._kept[batch] = StaticDraft(self.draft, batch)
+        self._steps = self._reserved = self._kept[batch]
+        self._cache = self._steps.cache
+        for length in self._steps.prepare(room, k):
+            # One round over nothing, so that all its steps are captured.
+            self._sampling, self._hidden = Sampling(), self._steps.no_hidden()
+            self._cache.lengths = torch.full((batch,), length)
+            self.propose(torch.full((batch,), k))
+            self._commit(
+                torch.zeros(batch, 1, dtype=torch.long), self._steps.no_features(), torch.ones(batch, dtype=torch.long)
+            )
 
     @torch.no_grad()
     def begin(self, step: TargetStep, next_token: Tensor, sampling: Sampling, streams: Streams) -> None:
         self._sampling, self._streams = sampling, streams
-        self._cache = RaggedCache(len(next_token), capacity=step.tokens.shape[1] + 128)
+        static, self._steps, self._reserved = self._reserved, None, None
+        if static is None:
+            self._cache = RaggedCache(len(next_token), capacity=step.tokens.shape[1] + 128)
+        else:
+            self._cache = static.cache
+            self._cache.reset()
         tokens = torch.cat([step.tokens[:, 1:], next_token[:, None]], 1)
         tokens[torch.arange(len(tokens)), step.lengths - 1] = next_token
         self._commit(tokens, step.features, step.lengths)
+        self._steps = static
 
     @torch.no_grad()
     def advance(self, step: TargetStep, path: Tensor, next_token: Tensor) -> None:
@@ -44,42 +69,55 @@ class Eagle3Proposer(Proposer):
 
     def _commit(self, tokens: Tensor, features: Tensor, lengths: Tensor) -> None:
         """Run rows with true features (tokens [B, n] follow the features' positions, `lengths` [B] of them real)."""
-        hidden = self._run(tokens, self.draft.fuse(features))
+        if self._steps is None:
+            hidden = self._run(tokens, self.draft.fuse(features))
+        else:
+            hidden = self._steps.commit(tokens, features)
         self._cache.lengths = self._cache.lengths + lengths
         if len(tokens) == 1:
             self._hidden = hidden[:, int(lengths) - 1 : int(lengths)]
         else:
             self._hidden = hidden[torch.arange(len(tokens)), lengths - 1][:, None]
 
-    def _run(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """The layer over n new rows behind the cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H]."""
-        positions = self._cache.begin(tokens.shape[1])
-        on_device = positions.to(hidden.device)
-        alone = len(tokens) == 1 and tokens.shape[1] == 1
+    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor | None = None, family=None) -> Tensor:
+        """The layer over n new rows behind the cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H].
 
-        def attend(query, key, value):
-            key, value = self._cache.update(key, value, 0)
-            mask = None if alone else visible(on_device, self._cache.key_count)
-            grouped = query.shape[1] != key.shape[1]
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+        positions int64 [B, n], family bool [B, n, m]: of a tree, whose nodes see only their ancestors among the last m
+        rows; None: rows in a line.
+        """
+        if self._steps is not None:
+            return self._steps.run(tokens, hidden, positions, family)
+        slots = self._cache.begin(tokens.shape[1])
+        on_device, columns = (slots if positions is None else positions).to(hidden.device), self._cache.key_count
+        if family is not None:
+            behind = (self._cache.lengths + tokens.shape[1] - family.shape[2]).to(hidden.device)
+            mask = visible_tree(behind, family.to(hidden.device), columns)
+        else:
+            mask = None if tokens.numel() == 1 else visible(on_device, columns)
+        rotary = self.draft.rotary(on_device, hidden.dtype)
+        return run_layer(self.draft, self._cache, tokens.to(hidden.device), hidden, rotary, mask)
 
-        cos, sin = self.draft.rotary(on_device, hidden.dtype)
-        return self.draft.midlayer(self.draft.embed(tokens.to(hidden.device)), hidden, cos, sin, attend)
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft vocabulary: hidden [.., H] -> [.., Vd]."""
+        return self.draft.head(hidden) if self._steps is None else self._steps.logits(hidden)
 
     @torch.no_grad()
-    def propose(self, k: Tensor) -> Proposal:
+    def propose(self, k: Tensor, stop: Stop | None = None) -> Proposal:
         K = int(k.max())
-        if K == 0:
-            return Proposal(torch.zeros(len(k), 0, dtype=torch.long), k)
         draws = self._sampling.draws_drafts
         uniforms = self._streams.uniforms(k.tolist(), K) if draws else None
         committed, hidden = self._cache.lengths, self._hidden
-        tokens, distributions = [], []
+        tokens, distributions, lengths = [], [], k if stop is None else torch.zeros_like(k)
         for i in range(K):
             if i:
                 hidden = self._run(tokens[-1][:, None], hidden)
                 self._cache.lengths = self._cache.lengths + 1
-            logits = self.draft.lm_head(self.draft.norm(hidden[:, 0]))
+            logits = self._logits(hidden[:, 0])
+            if stop is not None:
+                going = (lengths == i) & (k > i) & ~stop(logits).cpu()
+                if not going.any():
+                    break
+                lengths = lengths + going
             if draws:
                 distributions.append(warp(logits, self._sampling))
                 choice = inverse_cdf(distributions[-1], uniforms[:, i].to(logits.device))
@@ -87,8 +125,10 @@ class Eagle3Proposer(Proposer):
                 choice = greedy_choice(logits)
             tokens.append(self._ids[choice].cpu())
         self._cache.lengths = committed
+        if not tokens:
+            return Proposal(torch.zeros(len(k), 0, dtype=torch.long), torch.zeros_like(k))
         q = torch.stack(distributions, 1) if draws else None
-        return Proposal(torch.stack(tokens, 1), k, None, q, self._ids if draws else None)
+        return Proposal(torch.stack(tokens, 1), lengths, None, q, self._ids if draws else None)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._cache.keep(rows)

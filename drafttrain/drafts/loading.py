@@ -27,6 +27,17 @@ def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | No
     the target.
     """
     folder = find_draft(name_or_path)
+    kind = _kind(folder)
+    check_provenance(folder, target)
+    return kind.from_pretrained(folder, dtype).to(target.device).eval().attach(target)
+
+
+def draft_method(folder: Path) -> str:
+    """The method of the draft in a folder: eagle3, .. DraftError where it is none that this version knows."""
+    return _kind(folder).method
+
+
+def _kind(folder: Path) -> type[Draft]:
     try:
         architectures = json.loads((folder / "config.json").read_text()).get("architectures")
     except json.JSONDecodeError as error:
@@ -37,8 +48,7 @@ def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | No
             f"{folder / 'config.json'}: architectures is {architectures}. Expected one of {', '.join(KINDS)}. "
             "Mend: give a draft checkpoint, not a whole model."
         )
-    check_provenance(folder, target)
-    return kind.from_pretrained(folder, dtype).to(target.device).eval().attach(target)
+    return kind
 
 
 def find_draft(name_or_path: str | Path) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.drafts.base import Proposal, Proposer
+from drafttrain.drafts.base import Proposal, Proposer, Stop
 from drafttrain.nn.sampling import Sampling, Streams
 from drafttrain.target import TargetStep
 
@@ -44,7 +44,7 @@ class NgramProposer(Proposer):
                 following[tuple(text[-n:])] = len(text)
             text.append(token)
 
-    def propose(self, k: Tensor) -> Proposal:
+    def propose(self, k: Tensor, stop: Stop | None = None) -> Proposal:
         drafts = [self._lookup(row, limit) for row, limit in enumerate(k.tolist())]
         lengths = torch.tensor([len(d) for d in drafts])
         tokens = torch.zeros(len(drafts), max(int(lengths.max()), 0), dtype=torch.long)

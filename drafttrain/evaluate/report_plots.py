@@ -1,66 +1,29 @@
-"""The report's plots: matplotlib figures as inline SVG whose colours are CSS variables, for light and dark alike.
+"""The report's plots of training and of one group of runs: speedup by K, acceptance by position, speeds, time split."""
 
-Text stays text (selectable, in the page's font); nothing refers to anything outside the page.
-"""
-
-import html
-import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from drafttrain.evaluate.report_summary import Group, Run, Series, interval_of, is_plain
+from drafttrain.evaluate.report_figure import (
+    SENTINELS,
+    STYLE,
+    Plot,
+    add_legend,
+    bar_figure,
+    bar_values,
+    line_style,
+    new_figure,
+    to_svg,
+)
+from drafttrain.evaluate.report_summary import Group, Run, Series, fastest_by_series, interval_of, is_plain
 
 BARS_AT_MOST = 12
-WIDTH = 4.3  # inches; about 310 points, so that 9-point text stays readable on a phone
-CSS_COLORS = ("ink", "muted", "grid", "plain", "card", *(f"s{i}" for i in range(1, 9)), *(f"q{i}" for i in range(1, 8)))
-CSS_COLORS += ("part-draft", "part-verify", "part-rest")
-# Each CSS variable is drawn in a colour of its own that nothing else uses, and replaced in the SVG's text.
-SENTINELS = {name: f"#0a0b{16 + index:02x}" for index, name in enumerate(CSS_COLORS)}
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "drafttrain",
-    "text.parse_math": False,
-    "font.size": 9.0,
-    "axes.labelsize": 9.0,
-    "legend.fontsize": 9.0,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "text.color": SENTINELS["ink"],
-    "axes.labelcolor": SENTINELS["muted"],
-    "xtick.color": SENTINELS["muted"],
-    "ytick.color": SENTINELS["muted"],
-    "axes.edgecolor": SENTINELS["grid"],
-    "grid.color": SENTINELS["grid"],
-    "grid.linewidth": 0.7,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "xtick.major.size": 0.0,
-    "ytick.major.size": 0.0,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5.0,
-}
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One figure of the page."""
-
-    title: str
-    caption: str
-    svg: str
+PARTS = {"verify": "verify", "draft": "draft", "begin": "draft reads prompt", "rest": "rest"}
 
 
 def training_plots(rows: Sequence[Mapping[str, Any]]) -> list[Plot]:
@@ -103,7 +66,7 @@ def _curves(rows, lines, title: str, caption: str, percent: bool = False) -> Plo
     if not drawn:
         return None
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.7)
+        figure, axes = new_figure(2.7)
         for label, color, points in drawn:
             marker = "o" if len(points) <= 20 else None
             axes.plot(*zip(*points, strict=True), color=color, label=label, marker=marker, markersize=3.5)
@@ -113,8 +76,8 @@ def _curves(rows, lines, title: str, caption: str, percent: bool = False) -> Plo
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
             axes.set_ylim(bottom=0)
         if len(drawn) > 1:
-            _legend(figure, axes, columns=7, length=1.0)
-        return Plot(title, caption, _svg(figure, f"{title} against the training step."))
+            add_legend(figure, axes, columns=7, length=1.0)
+        return Plot(title, caption, to_svg(figure, f"{title} against the training step."))
 
 
 def _minutes_axis(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -149,38 +112,33 @@ def _shown(group: Group, series: Mapping[str, Series]) -> tuple[Group, str]:
     """The runs that get a bar: all, or each draft at its fastest K where those are too many; and a note saying so."""
     if len(group.rows) <= BARS_AT_MOST:
         return group, ""
-    fastest: dict[Series, Run] = {}
-    for run in group.runs:
-        one = series[run["id"]]
-        if one not in fastest or (run.get("speedup") or 0.0) > (fastest[one].get("speedup") or 0.0):
-            fastest[one] = run
-    return replace(group, runs=tuple(fastest.values())), " Each draft at its fastest K."
+    return replace(group, runs=tuple(fastest_by_series(group.runs, series).values())), " Each draft at its fastest K."
 
 
 def _by_k(group: Group, series: Mapping[str, Series]) -> Plot | None:
     lines: dict[Series, list[Run]] = {}
     for run in group.runs:
-        if run.get("speedup") is not None and run.get("k") and not run.get("tree"):
+        if run.get("speedup") is not None and run.get("k"):
             lines.setdefault(series[run["id"]], []).append(run)
     if not any(len(runs) > 1 for runs in lines.values()):
         return None
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.9)
+        figure, axes = new_figure(2.9)
         axes.axhline(1.0, color=SENTINELS["plain"], linewidth=1.2, label="plain decoding")
         shift = 0.07
         for index, (one, runs) in enumerate(lines.items()):
             offset = shift * (index - (len(lines) - 1) / 2)
             xs, ys = [run["k"] + offset for run in runs], [run["speedup"] for run in runs]
-            axes.plot(xs, ys, **_line(one), label=one.label)
+            axes.plot(xs, ys, **line_style(one), label=one.label)
             bars = [(x, *pair) for x, run in zip(xs, runs, strict=True) if (pair := interval_of(run, "speedup"))]
             if bars:
                 axes.vlines(*zip(*bars, strict=True), color=SENTINELS[one.color], linewidth=1.1, alpha=0.75)
-        axes.set_xlabel("K, drafted tokens per iteration")
+        axes.set_xlabel("K, drafted tokens per iteration (a tree's depth)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
         axes.set_ylim(bottom=0)
-        _legend(figure, axes)
-        svg = _svg(figure, f"Speedup over plain decoding by number of drafted tokens, {group.title}.")
+        add_legend(figure, axes)
+        svg = to_svg(figure, f"Speedup over plain decoding by K, {group.title}.")
         return Plot("Speedup by K", "Over plain decoding; bars are 95% intervals over prompts.", svg)
 
 
@@ -193,17 +151,17 @@ def _positions(group: Group, series: Mapping[str, Series]) -> Plot | None:
     if not deepest:
         return None
     with matplotlib.rc_context(STYLE):
-        figure, axes = _figure(2.9)
+        figure, axes = new_figure(2.9)
         for one, run in deepest.items():
             rates = run["per_position_acceptance"]
-            axes.plot(range(1, len(rates) + 1), rates, **_line(one), label=f"{one.label} (K={run.get('k')})")
+            axes.plot(range(1, len(rates) + 1), rates, **line_style(one), label=f"{one.label} (K={run.get('k')})")
         axes.set_xlabel("draft position")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(0, 1)
-        _legend(figure, axes)
-        svg = _svg(figure, f"Per-position acceptance by draft, {group.title}.")
-        caption = "Iterations in which all drafts up to this position were accepted; each draft at its largest K."
+        add_legend(figure, axes)
+        svg = to_svg(figure, f"Per-position acceptance by draft, {group.title}.")
+        caption = "Iterations in which all drafts up to a position were accepted; largest K of each. Trees: by depth."
         return Plot("Per-position acceptance", caption, svg)
 
 
@@ -212,7 +170,7 @@ def _speeds(group: Group, series: Mapping[str, Series], note: str) -> Plot | Non
     if not runs:
         return None
     with matplotlib.rc_context(STYLE):
-        figure, axes = _bars([run["label"] for run in runs])
+        figure, axes = bar_figure([run["label"] for run in runs])
         tops = []
         for row, run in enumerate(runs):
             speed = run["tokens_per_second"]
@@ -224,11 +182,11 @@ def _speeds(group: Group, series: Mapping[str, Series], note: str) -> Plot | Non
                 axes.hlines(row, low, high, color=SENTINELS["ink"], linewidth=1.2)
                 axes.vlines([low, high], row - 0.16, row + 0.16, color=SENTINELS["ink"], linewidth=1.2)
             tops.append(max(speed["median"], high or 0.0))
-        _values(axes, tops, [f"{run['tokens_per_second']['median']:.1f}" for run in runs])
+        bar_values(axes, tops, [f"{run['tokens_per_second']['median']:.1f}" for run in runs])
         if is_plain(runs[0]):
             axes.axvline(runs[0]["tokens_per_second"]["median"], color=SENTINELS["plain"], linewidth=1, linestyle=":")
-        axes.set_xlabel("decoded tokens per second")
-        svg = _svg(figure, f"Decoded tokens per second by run, {group.title}.")
+        axes.set_xlabel(f"decoded tokens per second{' and request' if (runs[0].get('concurrency') or 1) > 1 else ''}")
+        svg = to_svg(figure, f"Decoded tokens per second by run, {group.title}.")
         caption = f"Median over passes, with minimum and maximum; dotted: plain decoding.{note}"
         return Plot("Tokens per second", caption, svg)
 
@@ -236,83 +194,27 @@ def _speeds(group: Group, series: Mapping[str, Series], note: str) -> Plot | Non
 def _iterations(group: Group, note: str) -> Plot | None:
     rows = []
     for run in group.rows:
-        seconds, count = run.get("seconds") or {}, run.get("iterations")
+        seconds, count = run.get("seconds") or {}, run.get("rounds") or run.get("iterations")
         if count and seconds.get("verify") is not None:
-            rows.append(
-                (run, {part: 1000 * (seconds.get(part) or 0.0) / count for part in ("verify", "draft", "rest")})
-            )
+            rows.append((run, {part: 1000 * (seconds.get(part) or 0.0) / count for part in PARTS}))
     if not rows:
         return None
+    shown = [part for part in PARTS if part != "begin" or any(parts["begin"] > 0 for _, parts in rows)]
     with matplotlib.rc_context(STYLE):
-        figure, axes = _bars([run["label"] for run, _ in rows])
-        for part in ("verify", "draft", "rest"):
-            lefts = [sum(list(parts.values())[: list(parts).index(part)]) for _, parts in rows]
+        figure, axes = bar_figure([run["label"] for run, _ in rows])
+        lefts = [0.0] * len(rows)
+        for part in shown:
             widths = [parts[part] for _, parts in rows]
-            color = SENTINELS[f"part-{part}"]
-            axes.barh(range(len(rows)), widths, left=lefts, color=color, height=0.62, label=part)
-        totals = [sum(parts.values()) for _, parts in rows]
+            color, label = SENTINELS[f"part-{part}"], PARTS[part]
+            axes.barh(range(len(rows)), widths, left=lefts, color=color, height=0.62, label=label)
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         taus = [run.get("mean_acceptance_length") or 1.0 for run, _ in rows]
-        _values(
-            axes, totals, [f"{total / tau:.1f} ms/token" for total, tau in zip(totals, taus, strict=True)], room=1.5
-        )
+        texts = [f"{total / tau:.1f} ms/token" for total, tau in zip(lefts, taus, strict=True)]
+        bar_values(axes, lefts, texts, room=1.5)
         if is_plain(rows[0][0]):
-            axes.axvline(totals[0], color=SENTINELS["plain"], linewidth=1, linestyle=":")
+            axes.axvline(lefts[0], color=SENTINELS["plain"], linewidth=1, linestyle=":")
         axes.set_xlabel("milliseconds per iteration")
-        _legend(figure, axes, columns=3)
-        svg = _svg(figure, f"Verify, draft and remaining milliseconds per iteration, {group.title}.")
+        add_legend(figure, axes, columns=len(shown), length=1.2)
+        svg = to_svg(figure, f"Milliseconds per iteration by what they were spent on, {group.title}.")
         caption = f"One target pass, the draft, the rest. Over tau: the time of a token. Dotted: a plain step.{note}"
         return Plot("Time of an iteration", caption, svg)
-
-
-def _line(one: Series) -> dict[str, Any]:
-    dash = (0, (3, 2)) if one.dashed else "-"
-    face = SENTINELS["card" if one.dashed else one.color]
-    return {"color": SENTINELS[one.color], "marker": one.marker, "markerfacecolor": face, "linestyle": dash}
-
-
-def _figure(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasSVG(figure)
-    return figure, figure.add_subplot()
-
-
-def _bars(labels: Sequence[str]) -> tuple[Figure, Axes]:
-    figure, axes = _figure(0.75 + 0.24 * len(labels))
-    short = [label if len(label) <= 26 else label[:25] + "…" for label in labels]
-    axes.set_yticks(range(len(labels)), short, color=SENTINELS["ink"])
-    axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.grid(False, axis="y")
-    axes.spines["left"].set_visible(False)
-    return figure, axes
-
-
-def _values(axes: Axes, ends: Sequence[float], texts: Sequence[str], room: float = 1.22) -> None:
-    """The figure of each bar, right of where the bar ends."""
-    axes.set_xlim(0, max(ends) * room)
-    for row, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        axes.text(end + 0.02 * max(ends) * room, row, text, va="center", ha="left", fontsize=8.5)
-
-
-def _legend(figure: Figure, axes: Axes, columns: int = 2, length: float = 2.0) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns, handlelength=length, columnspacing=1.0, borderpad=0
-    )
-
-
-def _svg(figure: Figure, description: str) -> str:
-    """The figure as an <svg> element: no prolog, no links, own ids, CSS variables for colours."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style type.*?</style>", "", text, flags=re.S)
-    view_box = re.search(r'viewBox="[^"]+"', text).group()
-    text = re.sub(r"<svg[^>]*>", f'<svg {view_box} role="img" aria-label="{html.escape(description)}">', text, count=1)
-    prefix = re.sub(r"\W+", "-", description.lower()).strip("-")
-    text = re.sub(r'\bid="', f'id="{prefix}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\1{prefix}-", text)
-    text = re.sub(r"font: (?:([\w-]+) )?([\d.]+)px [^;\"]+", lambda m: f"font-size: {m[2]}px", text)
-    for name, sentinel in SENTINELS.items():
-        text = text.replace(sentinel, f"var(--{name})")
-    return text.strip()

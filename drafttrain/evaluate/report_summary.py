@@ -1,4 +1,4 @@
-"""What a report says, apart from how it looks: groups of runs, the headline, warnings, metric definitions.
+"""What a report says, apart from how it looks: groups of runs, the headline, warnings.
 
 Pure functions over the dict of report.json (schema 1); both the page and the terminal table are made from them.
 """
@@ -11,70 +11,32 @@ from typing import Any
 Run = Mapping[str, Any]
 
 MISSING = "–"
-REPETITION_NOTE_ABOVE = 0.2
-OVERLAP_NOTE_ABOVE = 0.01
 KIND_NAMES = {
     "ngram": "n-gram lookup",
     "eagle3": "EAGLE-3",
     "medusa": "Medusa",
     "kd": "KD draft",
+    "suffix": "suffix decoding",
 }
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 KIND_SLOTS = {"eagle3": 1, "ngram": 2, "medusa": 3, "kd": 4}
-
-# One name for each figure, and the formula it is computed with.
-GLOSSARY = (
-    ("Iteration", "One forward pass of the target after the prefill, per request, also when nothing was drafted."),
-    ("Draft round", "An iteration with at least one drafted token (what vLLM counts as num_drafts)."),
-    ("Acceptance rate", "Accepted draft tokens / drafted tokens. Not defined for trees."),
-    (
-        "Mean acceptance length (tau)",
-        "1 + accepted tokens / iterations: tokens per target pass, the bonus or replacement token included. Pooled "
-        "over all iterations, never a mean of per-request means. A speedup cannot exceed it.",
-    ),
-    (
-        "Per-position acceptance",
-        "At position i: iterations in which the first i drafts were all accepted / iterations. Joint, so it never "
-        "rises with i, and tau is 1 + its sum.",
-    ),
-    ("Conditional acceptance", "Per-position acceptance at i / that at i - 1: how good draft i is once it is reached."),
-    (
-        "step_acceptance/k",
-        "Training curves only: how often step k of the training-time unroll hits the target's first choice, given the "
-        "right tokens before it. Unconditional and teacher-forced, so not the per-position acceptance of the loop.",
-    ),
-    ("Tokens/s", "Decode only, after the token that the prefill yields; median, minimum and maximum over passes."),
-    ("End-to-end tokens/s, TTFT", "The same with the prefill included; the time until the first token."),
-    (
-        "Speedup",
-        "Pooled decode tokens/s over that of plain decoding in the same loop, same prompts, same sampling, "
-        "configurations interleaved per prompt. Interval: 95%, bootstrap over prompts.",
-    ),
-    ("c", "Draft time of an iteration / (K x plain step): what one drafted position costs, in plain steps."),
-    ("v", "Verification of an iteration / plain step, at the same batch size and context."),
-    ("o", "Everything outside the target's forward and the draft, per iteration / plain step."),
-    ("Cost model", "Speedup = tau / (v + K c + o)."),
-    ("Ideal speedup", "tau / (1 + K c): if verifying cost no more than one plain step and nothing else took time."),
-    (
-        "Greedy, one-hot, probabilistic",
-        "Greedy: temperature 0. One-hot: the target samples, the draft proposes its first choice. Probabilistic: the "
-        "draft samples from its own distribution. All three keep the target's output distribution.",
-    ),
-)
 
 RUN_KEYS = (
     *("id", "label", "draft", "checkpoint", "trained", "baseline", "mode", "sampling", "k", "tree", "concurrency"),
     *("iterations", "draft_rounds", "drafted_tokens", "accepted_tokens", "emitted_tokens", "acceptance_rate"),
     *("mean_acceptance_length", "per_position_acceptance", "conditional_acceptance", "intervals", "tokens_per_second"),
     *("end_to_end_tokens_per_second", "ttft", "speedup", "ideal_speedup", "c", "v", "o", "seconds", "categories"),
-    *("identical_to_plain", "divergences"),
+    *("identical_to_plain", "divergences", "policy", "lossy", "synthetic", "draft_lengths", "rounds", "itl"),
+    *("peak_memory_bytes", "predicted", "prompts", "notes"),
 )
 SECTION_KEYS = {
     "target": ("name", "fingerprint"),
-    "device": ("name", "dtype", "threads"),
-    "prompts": ("name", "count", "max_new_tokens", "train_overlap", "repeated_8gram_share"),
+    "device": ("name", "dtype", "threads", "capture", "peak_memory_bytes"),
+    "prompts": ("name", "count", "requested", "max_new_tokens", "train_overlap", "repeated_8gram_share"),
+    "engine": ("name", "version"),
     "provenance": ("command", "versions", "recipe"),
 }
+TOP_KEYS = ("interrupted", "interruption", "notes", "break_even", "comparisons", "tune")
 
 
 @dataclass(frozen=True)
@@ -94,28 +56,36 @@ class Group:
 
 @dataclass(frozen=True)
 class Series:
-    """One draft across its runs: the same colour, marker and line in every plot and table."""
+    """One draft across its runs: the same colour, marker and line in every plot and table.
+
+    style: 0 for a draft's own series; its trees, policies and lossy or untrained variants follow, in other dashes.
+    mark: lossy, synthetic, or empty.
+    """
 
     label: str
     color: str
     marker: str
-    dashed: bool
+    style: int
+    mark: str = ""
+
+    @property
+    def dashed(self) -> bool:
+        return self.style > 0
 
 
 def complete(report: Mapping[str, Any]) -> dict[str, Any]:
     """The same report with every key of schema 1 that it lacks set to None."""
     full = {name: {**dict.fromkeys(keys), **(report.get(name) or {})} for name, keys in SECTION_KEYS.items()}
     full["certificate"] = report.get("certificate") or {}
-    speeds = ("median", "min", "max")
-    full["runs"] = [
-        {
-            **dict.fromkeys(RUN_KEYS),
-            **run,
-            "tokens_per_second": {**dict.fromkeys(speeds), **(run.get("tokens_per_second") or {})},
-        }
-        for run in report["runs"]
-    ]
+    full |= {name: report.get(name) for name in TOP_KEYS}
+    full["runs"] = [_complete_run(run) for run in report["runs"]]
     return full
+
+
+def _complete_run(run: Run) -> dict[str, Any]:
+    parts = {"tokens_per_second": ("median", "min", "max", "total"), "itl": ("p50", "p95")}
+    nested = {name: {**dict.fromkeys(keys), **(run.get(name) or {})} for name, keys in parts.items()}
+    return {**dict.fromkeys(RUN_KEYS), **run, **nested}
 
 
 def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
@@ -142,6 +112,11 @@ def is_trained_draft(run: Run) -> bool:
     return run["draft"] not in ("none", "ngram") and run.get("trained") is not False
 
 
+def mark_of(run: Run) -> str:
+    """ "synthetic" or "lossy" for a run whose text is not the target's own, else empty: such a run is no headline."""
+    return "synthetic" if run.get("synthetic") else "lossy" if run.get("lossy") else ""
+
+
 def is_impossible(run: Run) -> bool:
     """Whether the speedup exceeds tau: a target pass cannot be cheaper than free, so a clock or a baseline is wrong."""
     speedup, tau = run.get("speedup"), run.get("mean_acceptance_length")
@@ -150,6 +125,8 @@ def is_impossible(run: Run) -> bool:
 
 def output_text(run: Run) -> str:
     """Whether the text equals plain decoding's, in words."""
+    if mark_of(run):
+        return mark_of(run)
     identical = run.get("identical_to_plain")
     if is_plain(run) or identical is None:
         return MISSING
@@ -158,7 +135,8 @@ def output_text(run: Run) -> str:
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
-    """Groups of equal temperature, top-p, top-k, draft mode and concurrency, in order of appearance.
+    """Groups of equal temperature, top-p, top-k, draft mode and concurrency: samplings in order of appearance, each
+    from its smallest concurrency on.
 
     The baseline of a group is the run that its members name; plain runs that nothing names form groups of their own.
     """
@@ -167,82 +145,127 @@ def group_runs(runs: Iterable[Run]) -> list[Group]:
     members: dict[tuple, list[Run]] = {}
     for run in runs:
         if not is_plain(run):
-            members.setdefault(_group_key(run), []).append(run)
+            members.setdefault((sampling_key(run), run.get("concurrency") or 0), []).append(run)
+    order = list(dict.fromkeys(key for key, _ in members))
     named = {run.get("baseline") for group in members.values() for run in group}
     groups = []
-    several = len({run.get("concurrency") for run in runs}) > 1
-    for index, group in enumerate(members.values(), 1):
+    several = bool({run.get("concurrency") for run in runs} - {None, 1})
+    for _, group in sorted(members.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
         ordered = tuple(sorted(group, key=_run_order))
         baseline = by_id.get(ordered[0].get("baseline"))
-        groups.append(Group(_group_title(ordered[0], several), f"group-{index}", baseline, ordered))
+        groups.append(Group(_group_title(ordered[0], several), f"group-{len(groups) + 1}", baseline, ordered))
     for run in runs:
         if is_plain(run) and run["id"] not in named:
             groups.append(Group(_group_title(run, several), f"group-{len(groups) + 1}", run, ()))
     return groups
 
 
-def _group_key(run: Run) -> tuple:
+def sampling_key(run: Run) -> tuple:
+    """What runs must share to be compared at different concurrency."""
     sampling = run.get("sampling") or {}
     mode = run.get("mode") if sampling.get("temperature") else "greedy"
-    return mode, *(sampling.get(key) for key in ("temperature", "top_p", "top_k")), run.get("concurrency")
+    return mode, *(sampling.get(key) for key in ("temperature", "top_p", "top_k"))
+
+
+def sampling_title(run: Run) -> str:
+    """How the tokens were chosen, in words."""
+    sampling = run.get("sampling") or {}
+    temperature = sampling.get("temperature") or 0.0
+    if temperature <= 0:
+        return "Greedy decoding"
+    title = f"Sampled at temperature {temperature:g}"
+    if (sampling.get("top_p") or 1.0) < 1.0:
+        title += f", top-p {sampling['top_p']:g}"
+    if sampling.get("top_k"):
+        title += f", top-k {sampling['top_k']}"
+    return title if is_plain(run) else f"{title}, {str(run.get('mode')).replace('_', '-')} drafts"
 
 
 def _group_title(run: Run, name_concurrency: bool) -> str:
-    sampling = run.get("sampling") or {}
-    temperature = sampling.get("temperature") or 0.0
-    title = "Greedy decoding"
-    if temperature > 0:
-        title = f"Sampled at temperature {temperature:g}"
-        if (sampling.get("top_p") or 1.0) < 1.0:
-            title += f", top-p {sampling['top_p']:g}"
-        if sampling.get("top_k"):
-            title += f", top-k {sampling['top_k']}"
-        if not is_plain(run):
-            title += f", {str(run.get('mode')).replace('_', '-')} drafts"
-    return f"{title}, {run.get('concurrency')} at a time" if name_concurrency else title
+    rows = run.get("concurrency")
+    if not name_concurrency or rows is None:
+        return sampling_title(run)
+    return f"{sampling_title(run)}, {rows} request{'s' if rows > 1 else ''} at a time"
+
+
+def series_label(run: Run) -> str:
+    """The label without its K."""
+    label = run.get("label") or run["draft"]
+    return re.sub(r"[\s,]*\bk\s*=\s*\d+", "", label).strip() or run["draft"]
+
+
+def _is_variant(run: Run) -> bool:
+    return bool(run.get("tree") or run.get("policy") or mark_of(run))
 
 
 def _run_order(run: Run) -> tuple:
-    rank = 0 if is_trained_draft(run) else 1 if run["draft"] == "ngram" else 2
-    return rank, KIND_SLOTS.get(run["draft"], 9), str(run.get("checkpoint")), bool(run.get("tree")), run.get("k") or 0
+    rank = 3 if mark_of(run) else 0 if is_trained_draft(run) else 1 if run["draft"] == "ngram" else 2
+    kind = (KIND_SLOTS.get(run["draft"], 9), str(run.get("checkpoint")))
+    return rank, *kind, _is_variant(run), series_label(run), run.get("k") or 0
 
 
 def series_of(runs: Iterable[Run]) -> dict[str, Series]:
-    """Run id -> the series it belongs to. An untrained draft shares its trained sibling's colour, dashed."""
+    """Run id -> the series it belongs to: one for each label without its K.
+
+    A draft's variants share its colour in other dashes, and so does its untrained sibling.
+    """
     found: dict[tuple, Series] = {}
     slots: dict[tuple, int] = {}
     result = {}
     for run in sorted(runs, key=_run_order):
         if is_plain(run):
             continue
-        trained = run["draft"] == "ngram" or is_trained_draft(run)
-        family = (run["draft"], run.get("checkpoint") if trained else None)
-        if not trained:
-            family = next((known for known in slots if known[0] == run["draft"]), family)
+        label = series_label(run)
+        family = _family(run, label, list(slots))
         if family not in slots:
-            taken = set(slots.values())
             wished = KIND_SLOTS.get(run["draft"], 5)
-            free = [slot for slot in (wished, 5, 6, 7, 8) if slot not in taken]
-            slots[family] = free[0] if free else 8
-        identity = (*family, trained, bool(run.get("tree")))
+            slots[family] = next((slot for slot in (wished, 5, 6, 7, 8) if slot not in slots.values()), 8)
+        slot, identity = slots[family], (*family, label)
         if identity not in found:
-            label = re.sub(r"[\s,]*\bk\s*=\s*\d+", "", run.get("label") or run["draft"]).strip() or run["draft"]
-            slot = slots[family]
-            found[identity] = Series(label, f"s{slot}", MARKERS[slot - 1], not trained or bool(run.get("tree")))
+            plainest = is_trained_draft(run) or run["draft"] == "ngram"
+            style = sum(one.color == f"s{slot}" for one in found.values()) or (0 if plainest else 1)
+            marker, mark = MARKERS[(slot - 1 + 3 * style) % len(MARKERS)], mark_of(run)
+            shown = label if not mark or mark in label else f"{label} ({mark})"
+            found[identity] = Series(shown, f"s{slot}", marker, style, mark)
         result[run["id"]] = found[identity]
     return result
+
+
+def _family(run: Run, label: str, known: list[tuple]) -> tuple:
+    """(kind, checkpoint, label where there is no checkpoint) of the draft that a run belongs to."""
+    kind, checkpoint = run["draft"], run.get("checkpoint")
+    if kind != "ngram" and not is_trained_draft(run):
+        return next((one for one in known if one[0] == kind), (kind, None, label))
+    if checkpoint is not None:
+        return kind, checkpoint, ""
+    if _is_variant(run):
+        siblings = [one for one in known if one[:2] == (kind, None) and f"{label} ".startswith(f"{one[2]} ")]
+        return max(siblings, key=lambda one: len(one[2]), default=(kind, None, label))
+    return kind, None, label
+
+
+def fastest_by_series(runs: Iterable[Run], series: Mapping[str, Series]) -> dict[Series, Run]:
+    """Each draft's run with the highest speedup, its first one where none was measured."""
+    fastest: dict[Series, Run] = {}
+    for run in runs:
+        one = series[run["id"]]
+        if one not in fastest or (run.get("speedup") or 0.0) > (fastest[one].get("speedup") or 0.0):
+            fastest[one] = run
+    return fastest
 
 
 def headline(report: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
     """The best trained draft, what it is compared with, and where its time goes. `run` is None without drafted runs.
 
-    Best: the highest possible speedup among trained drafts (an impossible figure only where there is no other).
+    Best: the highest possible speedup among trained drafts (an impossible figure only where there is no other). Lossy
+    and synthetic runs never count.
     """
-    drafted = [(group, run) for group in groups for run in group.runs if run.get("speedup") is not None]
+    timed = [(group, run) for group in groups for run in group.runs if run.get("speedup") is not None]
+    drafted = [(group, run) for group, run in timed if not mark_of(run)]
     trained = [(group, run) for group, run in drafted if is_trained_draft(run)]
     candidates = trained or drafted
     if not candidates:
-        return {"run": None, "group": None, "trained": False, "comparisons": [], "candidates": 0}
+        return {"run": None, "group": None, "trained": False, "comparisons": [], "candidates": 0, "marked": len(timed)}
     group, run = max(candidates, key=lambda pair: _credible_speedup(pair[1]))
     siblings = [other for _, other in drafted if other.get("baseline") == run.get("baseline") and other is not run]
     lookups = [other for other in siblings if other["draft"] == "ngram"]
@@ -304,41 +327,11 @@ def _sentence(report: Mapping[str, Any], group: Group, run: Run) -> str:
     return f"With {run['label']}, {name} decodes {run['speedup']:.2f}× as fast as without a draft{rates} ({where})."
 
 
-def warnings(report: Mapping[str, Any], groups: list[Group]) -> list[dict[str, str]]:
-    """What a reader must know before believing a figure: each {"level", "title", "text"}."""
-    found = []
-    impossible = sorted({run["label"] for group in groups for run in group.runs if is_impossible(run)})
-    if impossible:
-        text = (
-            f"{', '.join(impossible)}: the speedup is above tau, the tokens gained per target pass. A draft cannot "
-            "save more passes than that, so a clock, the baseline or the machine's drift is at fault. Measure again, "
-            "interleaved."
-        )
-        found.append({"level": "bad", "title": "Impossible speedup", "text": text})
-    prompts = report.get("prompts") or {}
-    repeated = prompts.get("repeated_8gram_share")
-    if repeated is not None and repeated > REPETITION_NOTE_ABOVE:
-        text = (
-            f"{percent(repeated)} of the generated positions repeat an 8-gram that the same text already holds. "
-            "Looping text is easy to guess: it raises the acceptance of every draft, and most of all of n-gram lookup, "
-            "whose only skill is to copy. Greedy figures flatter here; read the sampled ones, or use a target that "
-            "does not loop."
-        )
-        found.append({"level": "warn", "title": "The text repeats itself", "text": text})
-    overlap = prompts.get("train_overlap")
-    if overlap is not None and overlap > OVERLAP_NOTE_ABOVE:
-        text = (
-            f"{percent(overlap)} of the prompts share a 13-gram, or the whole text, with the training data. Acceptance "
-            "on them says less about new text; take prompts that were held out."
-        )
-        found.append({"level": "warn", "title": "Prompts overlap with the training data", "text": text})
-    return found
-
-
 def divergences(groups: list[Group]) -> list[dict[str, Any]]:
     """Every first divergence from plain greedy text, with the label of its run, in the order of the tables."""
+    names = ("prompt", "position", "token", "plain_token", "margin", "ulps", "unit")
     return [
-        {"label": run["label"], **entry}
+        {"label": run["label"], **dict.fromkeys(names), **entry}
         for group in groups
         for run in group.runs
         for entry in run.get("divergences") or ()

@@ -1,8 +1,10 @@
-"""`drafttrain evaluate`: a run or a draft made elsewhere, on test prompts, against n-gram lookup and its untrained
-self.
+"""`drafttrain evaluate` and `compare`: runs or drafts made elsewhere, on test prompts, against n-gram lookup and, for a
+run, its untrained self.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,15 @@ from drafttrain.data.progress import progress_bar
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.loading import load_draft
+from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
 from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt, configurations, evaluate
 from drafttrain.nn.sampling import Sampling
-from drafttrain.recipe import DataEntry, EvaluationConfig, Recipe
+from drafttrain.nn.tree import DynamicTree, StaticTree, Tree
+from drafttrain.recipe import DataEntry, EvaluationConfig, Recipe, TreeConfig, parse_evaluation
+from drafttrain.specdec.decode import generate
+from drafttrain.specdec.policy import Costs, Policy, parse_policy
+from drafttrain.specdec.verify import Synthetic, Typical
 from drafttrain.target import Target
 
 
@@ -25,6 +32,94 @@ def load_prompts(entries: Sequence[DataEntry], target: Target, chat: str, count:
     return [Prompt(tuple(conversation_prompt(one, target, chat))) for one in conversations]
 
 
+def named_prompts(
+    name: str, target: Target, chat: str, count: int, seed: int, max_new_tokens: int, say: Callable[[str], None] = print
+) -> list[Prompt]:
+    """Prompts of a named set or a file (evaluate/prompt_sets.py), one for each turn. A later turn sees the target's own
+    greedy answer to the earlier ones. Those that leave no room for max_new_tokens are left out, and named.
+    """
+    room = target.max_positions - max_new_tokens + 1
+
+    def answer(ids: list[int]) -> str:
+        if len(ids) > room:
+            return ""  # The later turns are longer still, and left out with this one.
+        return generate(target, [ids], max_new_tokens=max_new_tokens).generations[0].text or ""
+
+    entries = expand_turns(load_prompt_set(name, count, seed), target, chat, answer)
+    long = [f"{row.id} ({len(ids)} tokens)" for row, _, ids in entries if len(ids) > room]
+    if long:
+        say(f"left out, longer than the {room} tokens that fit {target.name}: {', '.join(long)}")
+    return [Prompt(tuple(ids), row.category, row.id) for row, _, ids in entries if len(ids) <= room]
+
+
+def gather_prompts(
+    settings: EvaluationConfig, recipe: Recipe | None, target: Target, say: Callable[[str], None] = print
+) -> tuple[str, list[Prompt]]:
+    """(name, prompts): evaluation.prompts, else the recipe's data.test, else the built-in set."""
+    chat = recipe.data.chat if recipe else "auto"
+    if settings.prompts or not (recipe and recipe.data.test):
+        name = settings.prompts or "builtin"
+        count, seed = settings.num_prompts, settings.seed
+        prompts = named_prompts(name, target, chat, count, seed, settings.max_new_tokens, say)
+        return (Path(name).stem if Path(name).exists() else name.replace(":", "-").replace(",", "-")), prompts
+    entries = recipe.data.test
+    prompts = load_prompts(entries, target, chat, settings.num_prompts, settings.seed)
+    return Path(entries[0].path or entries[0].dataset).stem, prompts
+
+
+def tree_of(settings: TreeConfig | None) -> Tree | None:
+    """The tree that the settings describe; TreeError where they describe none."""
+    if settings is None:
+        return None
+    return StaticTree.from_paths(settings.paths) if settings.paths else DynamicTree(settings.topk, settings.nodes)
+
+
+def draft_candidates(
+    label: str, draft: Draft, source: str | Path, target: Target, settings: EvaluationConfig
+) -> list[Candidate]:
+    """The draft as a chain, and beside it with the tree and the policy that the settings ask for."""
+    plain = Candidate(label, draft.method, lambda: draft.proposer(target), True, str(source))
+    out = [plain]
+    tree = tree_of(settings.tree)
+    if tree is not None:
+        deep = tuple(k for k in settings.k if not isinstance(tree, StaticTree) or k <= tree.depth)
+        deep = deep or (tree.depth,) if isinstance(tree, StaticTree) else deep
+        make = partial(draft.proposer, target, tree)
+        out.append(Candidate(label, draft.method, make, True, str(source), ks=deep, tree=tree))
+    if settings.policy is not None:
+        policy = policy_of(settings.policy, source, draft.method)
+        longest = (max(settings.k),)
+        out.append(Candidate(label, draft.method, plain.make, True, str(source), ks=longest, policy=policy))
+    return out
+
+
+def policy_of(text: str, source: str | Path = "", label: str = "") -> Callable[[int], Policy]:
+    """What makes a fresh policy for a run at a concurrency. goodput takes the costs that `drafttrain tune` left in the
+    run folder `source` for the draft `label`; PolicyError without them, and for a text that names no policy.
+    """
+    factory = parse_policy(text)
+    if text.strip() != "goodput":
+        return lambda concurrency: factory(None)
+    costs = tuned_costs(Path(source) / "evaluation" / "tune" / "report.json", label)
+    return lambda concurrency: factory(costs[min(costs, key=lambda rows: abs(rows - concurrency))] if costs else None)
+
+
+def tuned_costs(path: Path, label: str) -> dict[int, Costs]:
+    """{concurrency: costs} of a draft in a report of `drafttrain tune`; empty where there is none."""
+    if not path.is_file():
+        return {}
+    costs = json.loads(path.read_text(encoding="utf-8"))["tune"]["costs"]
+    return {int(rows): Costs(**table[label]) for rows, table in costs.items() if label in table}
+
+
+def samplings_of(settings: EvaluationConfig) -> list[Sampling]:
+    """One for each temperature."""
+    return [
+        Sampling(temperature, settings.top_p, settings.top_k, settings.seed, settings.draft_mode)
+        for temperature in settings.temperature
+    ]
+
+
 def evaluate_draft(
     source: str | Path,
     target: Target,
@@ -32,67 +127,97 @@ def evaluate_draft(
     *,
     recipe: Recipe | None = None,
     training_rows: Sequence[Sequence[int]] = (),
+    acceptance: Typical | Synthetic | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The report of one draft folder, run or hub id. Prompts: evaluation.prompts, or the recipe's data.test.
+    """The report of one draft folder, run or hub id. Prompts: evaluation.prompts, the recipe's data.test or the
+    built-in set. acceptance: a lossy rule to run beside the exact one.
 
     Raises EvaluationError when there are no prompts, DraftError when the draft does not fit the target.
     """
-    entries = [DataEntry(path=settings.prompts)] if settings.prompts else list(recipe.data.test if recipe else [])
-    if not entries:
-        raise EvaluationError(
-            "no prompts to evaluate on: neither --prompts nor data.test is given. Mend: --prompts FILE.jsonl with "
-            'rows {"prompt": ...} or {"messages": [...]}'
-        )
-    chat = recipe.data.chat if recipe else "auto"
-    prompts = load_prompts(entries, target, chat, settings.num_prompts, settings.seed)
     draft = load_draft(source, target)
-    candidates = _draft_candidates(draft, source, target, settings)
-    samplings = [
-        Sampling(temperature, settings.top_p, settings.top_k, settings.seed, settings.draft_mode)
-        for temperature in settings.temperature
-    ]
-    count = len(configurations(candidates, settings.k, samplings))
-    say(f"evaluating {len(prompts)} prompts x {count} configurations, interleaved prompt by prompt")
-    with progress_bar("evaluating", len(prompts) * count) as update:
+    candidates = [NGRAM] if settings.ngram else []
+    untrained = RunFolder(Path(source)).untrained
+    if settings.untrained and untrained.exists():
+        candidates.append(_untrained(load_draft(untrained, target), untrained, target, settings))
+    candidates += draft_candidates(draft.method, draft, source, target, settings)
+    if acceptance is not None:
+        make = partial(draft.proposer, target)
+        candidates.append(Candidate(draft.method, draft.method, make, True, str(source), acceptance=acceptance))
+    return _measure(target, candidates, settings, recipe, training_rows, False, say)
+
+
+def compare_drafts(
+    sources: Mapping[str, str | Path],
+    target: Target,
+    settings: EvaluationConfig,
+    *,
+    recipe: Recipe | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The report of several drafts of any kind on the same prompts, with paired differences ("comparisons")."""
+    candidates = [NGRAM] if settings.ngram else []
+    for label, source in sources.items():
+        candidates += draft_candidates(label, load_draft(source, target), source, target, settings)
+    return _measure(target, candidates, settings, recipe, (), True, say)
+
+
+def labels_of(sources: Sequence[str]) -> dict[str, str]:
+    """{label: source}: the last part of each name, or more of it where two are alike. EvaluationError for one that is
+    given twice.
+    """
+    twice = sorted({source for source in sources if sources.count(source) > 1})
+    if twice:
+        raise EvaluationError(f"{', '.join(twice)} is given twice. Expected different drafts to compare")
+    parts = {source: Path(source).parts for source in sources}
+    for length in range(1, 1 + max(map(len, parts.values()))):
+        labels = {"/".join(path[-length:]): source for source, path in parts.items()}
+        if len(labels) == len(sources):
+            return labels
+    return {source: source for source in sources}
+
+
+def _measure(target, candidates, settings: EvaluationConfig, recipe, training_rows, compare: bool, say) -> dict:
+    name, prompts = gather_prompts(settings, recipe, target, say)
+    samplings = samplings_of(settings)
+    count = len(configurations(candidates, settings.k, samplings)) * settings.repeats
+    total = sum(count * -(-len(prompts) // rows) for rows in set(settings.concurrency))
+    say(f"evaluating {len(prompts)} prompts x {count * len(set(settings.concurrency))} configurations, interleaved")
+    with progress_bar("evaluating", total) as update:
         return evaluate(
             target,
             candidates,
             prompts,
             k=settings.k,
             samplings=samplings,
+            concurrency=settings.concurrency,
+            repeats=settings.repeats,
             max_new_tokens=settings.max_new_tokens,
             ngram=False,
-            name=Path(entries[0].path or entries[0].dataset).stem,
+            name=name,
             training_rows=training_rows,
             recipe=recipe.model_dump(mode="json") if recipe else None,
+            compare=compare,
             progress=update,
         )
 
 
-def _draft_candidates(draft: Draft, source, target: Target, settings: EvaluationConfig) -> list[Candidate]:
-    """n-gram lookup, the untrained draft (at one K, greedy where that is measured: it only marks the floor), the
-    draft.
-    """
-    candidates = [NGRAM] if settings.ngram else []
-    untrained = RunFolder(Path(source)).untrained
-    if settings.untrained and untrained.exists():
-        fresh = load_draft(untrained, target)
-        ks = sorted(settings.k)
-        candidates.append(
-            Candidate(
-                f"untrained {draft.method}",
-                draft.method,
-                lambda: fresh.proposer(target),
-                trained=False,
-                checkpoint=str(untrained),
-                ks=(ks[len(ks) // 2],),
-                greedy_only=True,
-            )
-        )
-    return [*candidates, Candidate(draft.method, draft.method, lambda: draft.proposer(target), True, str(source))]
+def _untrained(draft: Draft, folder: Path, target: Target, settings: EvaluationConfig) -> Candidate:
+    """The draft before training, at one K, greedy where that is measured: it only marks the floor."""
+    ks = sorted(settings.k)
+    return Candidate(
+        f"untrained {draft.method}",
+        draft.method,
+        lambda: draft.proposer(target),
+        trained=False,
+        checkpoint=str(folder),
+        ks=(ks[len(ks) // 2],),
+        greedy_only=True,
+    )
 
 
 def settings_with(settings: EvaluationConfig, **changes: Any) -> EvaluationConfig:
-    """The evaluation settings with the given ones replaced; None leaves a setting as it is."""
-    return settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
+    """The evaluation settings with the given ones replaced; None leaves a setting as it is. RecipeError names what is
+    out of range.
+    """
+    return parse_evaluation({**settings.model_dump(), **{name: v for name, v in changes.items() if v is not None}})

@@ -3,10 +3,11 @@ of them.
 """
 
 import random
-import statistics
+import re
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -14,19 +15,29 @@ import torch
 
 from drafttrain.drafts.base import Draft, Proposer
 from drafttrain.drafts.ngram import NgramProposer
-from drafttrain.evaluate.divergence import first_divergence
+from drafttrain.evaluate.compare import comparisons
+from drafttrain.evaluate.cost import break_even
 from drafttrain.evaluate.report import EvaluationError
-from drafttrain.evaluate.statistics import bootstrap_ratio, bootstrap_speedup, ngram_overlap
+from drafttrain.evaluate.statistics import ngram_overlap
+from drafttrain.evaluate.summary import Results, summarise
 from drafttrain.nn.sampling import Sampling
-from drafttrain.specdec.decode import Decoded, Seconds, generate
-from drafttrain.specdec.metrics import Counts, repeated_ngram_share
+from drafttrain.nn.tree import Tree
+from drafttrain.specdec.certificate import certificate as certify
+from drafttrain.specdec.certificate import record_logits
+from drafttrain.specdec.decode import Decoded, generate
+from drafttrain.specdec.graphs import capture_note
+from drafttrain.specdec.metrics import repeated_ngram_share
+from drafttrain.specdec.policy import Policy
+from drafttrain.specdec.verify import Synthetic, Typical
 from drafttrain.target import Target
 
 
 @dataclass(frozen=True)
 class Candidate:
     """Something that drafts. kind: ngram, eagle3, ..; make: a fresh proposer; ks: the K to run it at, None for all;
-    greedy_only: leave it out of sampled decoding when greedy decoding is measured too.
+    greedy_only: leave it out of sampled decoding when greedy decoding is measured too; tree: what its proposer drafts,
+    None for chains; policy: makes a fresh policy for a run, given its concurrency; acceptance: a lossy rule, None for
+    the exact one.
     """
 
     label: str
@@ -36,6 +47,9 @@ class Candidate:
     checkpoint: str | None = None
     ks: tuple[int, ...] | None = None
     greedy_only: bool = False
+    tree: Tree | None = None
+    policy: Callable[[int], Policy] | None = None
+    acceptance: Typical | Synthetic | None = None
 
 
 NGRAM = Candidate("n-gram", "ngram", NgramProposer, trained=False)
@@ -43,26 +57,36 @@ NGRAM = Candidate("n-gram", "ngram", NgramProposer, trained=False)
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to continue, and the category they are reported under."""
+    """Token ids to continue, and the category they are reported under. unit: prompts of one unit (the turns of a
+    conversation, say) are resampled together for the intervals; None: each alone.
+    """
 
     ids: tuple[int, ...]
     category: str | None = None
+    unit: str | None = None
 
 
 @dataclass
 class _Run:
-    """One configuration and what its runs over the prompts gave, in prompt order."""
+    """One configuration and what its runs over the prompts gave, in prompt order, pass after pass."""
 
     id: str
     candidate: Candidate | None
     k: int
     sampling: Sampling
+    concurrency: int
     proposer: Proposer | None
-    results: list[Decoded] = field(default_factory=list)
+    policy: Policy | None
+    results: Results = field(default_factory=Results)
 
     @property
     def label(self) -> str:
-        return "plain" if self.candidate is None else f"{self.candidate.label} k={self.k}"
+        if self.candidate is None:
+            return "plain"
+        extra = [str(self.candidate.tree)] if self.candidate.tree else []
+        extra += [self.policy.name] if self.policy else []
+        extra += [type(self.candidate.acceptance).__name__.lower()] if self.candidate.acceptance else []
+        return " ".join([self.candidate.label, *extra, f"k={self.k}"])
 
 
 def evaluate(
@@ -72,69 +96,135 @@ def evaluate(
     *,
     k: Sequence[int] = (1, 2, 3, 4, 5, 7),
     samplings: Sequence[Sampling] = (Sampling(),),
+    concurrency: Sequence[int] = (1,),
+    repeats: int = 1,
     max_new_tokens: int = 128,
     ngram: bool = True,
     stop_ids: Sequence[int] | None = None,
+    certificate: bool = True,
+    capture: bool | None = None,
     name: str = "prompts",
     training_rows: Sequence[Sequence[int]] = (),
     recipe: Mapping[str, Any] | None = None,
+    compare: bool = False,
     progress: Callable[[int, str], None] | None = None,
 ) -> dict[str, Any]:
-    """report.json's contents: plain decoding, each draft at each K (and n-gram lookup), for each sampling, on the
-    same prompts.
+    """report.json's contents: plain decoding, each draft at each K (and n-gram lookup), for each sampling and number of
+    requests at a time, on the same prompts.
 
-    drafts: one Draft, {label: Draft}, or Candidates. prompts: text, token ids or Prompt. Every prompt runs through all
-    configurations before the next one, in an order shuffled anew, because machines drift. Ctrl-C keeps what is done.
-    Raises EvaluationError for no prompts, no samplings, K < 1, fewer than 2 new tokens, prompts that leave no room for
-    them, or two configurations of one name; and what `generate` raises.
+    drafts: one Draft, {label: Draft}, or Candidates. prompts: text, token ids or Prompt. Every group of `concurrency`
+    prompts runs through all configurations before the next one, in an order shuffled anew, because machines drift; a
+    request that has ended keeps its place in the batch, uncounted, so that all iterations are equally wide. repeats:
+    passes over the prompts. compare: adds paired differences between all drafts (evaluate/compare.py). Ctrl-C keeps
+    what is done. Raises EvaluationError for no prompts, no samplings, K < 1 or beyond what a draft allows, fewer than 2
+    new tokens, prompts that are empty or leave no room for them, or two configurations of one name; and what `generate`
+    raises.
     """
     candidates = _candidates(target, drafts, ngram)
     chosen = [_prompt(prompt, target) for prompt in prompts]
-    if not chosen:
-        raise EvaluationError("no prompts to evaluate on; expected at least one. Mend: give --prompts or data.test")
-    if not k or min(k) < 1:
-        raise EvaluationError(f"k is {list(k)}; expected numbers from 1 on (the plain baseline is always run)")
-    _check_lengths(target, chosen, max_new_tokens)
-    runs = _plan(candidates, sorted(set(k)), samplings)
-    options = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
-    for run in runs:  # Warm-up, not counted: allocations, kernels, caches.
-        _decode(target, chosen[0], 0, run, {**options, "max_new_tokens": min(8, max_new_tokens)})
-    done = 0
-    rng = random.Random(0)
-    try:
-        for index, prompt in enumerate(chosen):
-            results = {}
-            for run in rng.sample(runs, len(runs)):
-                if progress is not None:
-                    progress(done, run.label)
-                results[run.id] = _decode(target, prompt, index, run, options)
-                done += 1
-            for run in runs:
-                run.results.append(results[run.id])
-        if progress is not None:
-            progress(done, "done")
-    except KeyboardInterrupt:
-        whole = min(len(run.results) for run in runs)
-        if not whole:
-            raise
-        chosen = chosen[:whole]
-        for run in runs:
-            del run.results[whole:]
+    _check_numbers(k, concurrency, repeats)
+    _check_prompts(target, chosen, max_new_tokens)
+    runs = _plan(candidates, sorted(set(k)), samplings, sorted(set(concurrency)))
+    options = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "capture": capture}
+    measured = _Measurement(target, chosen, runs, options, progress)
+    interrupted = measured.run(repeats)
+    runs = [run for run in runs if run.results.generations]
+    prompts_done = max(run.results.prompts for run in runs)
+    summaries = [summarise(target, run, _baseline(runs, run), chosen) for run in runs]
+    logits = record_logits(target, [prompt.ids for prompt in chosen]) if certificate else None
     return {
         "schema": 1,
         "target": {"name": target.title, "fingerprint": target.fingerprint},
-        "device": _device(target),
+        "device": {**_device(target), **({"capture": "none: switched off"} if capture is False else {})},
         "prompts": {
             "name": name,
-            "count": len(chosen),
+            "count": prompts_done,
+            "requested": len(chosen),
             "max_new_tokens": max_new_tokens,
             "train_overlap": ngram_overlap([p.ids for p in chosen], training_rows) if training_rows else None,
             "repeated_8gram_share": _repetition(runs),
         },
-        "runs": [_summary(target, run, _baseline(runs, run), chosen) for run in runs],
-        "certificate": {},
+        "runs": summaries,
+        **({"break_even": break_even_table(summaries)} if len(set(concurrency)) > 1 else {}),
+        **({"comparisons": comparisons(runs, chosen)} if compare else {}),
+        "certificate": certify(logits) if certificate else {},
+        "interrupted": interrupted,
         "provenance": {"command": " ".join(sys.argv), "versions": _versions(), "recipe": dict(recipe or {})},
     }
+
+
+class _Measurement:
+    """Decodes all prompts with all runs, interleaved; results are added a whole group at a time."""
+
+    def __init__(self, target: Target, prompts: list[Prompt], runs: list[_Run], options: dict, progress):
+        self.target, self.prompts, self.runs, self.options, self.progress = target, prompts, runs, options, progress
+        self.rng, self.done = random.Random(0), 0
+
+    def run(self, repeats: int) -> bool:
+        """Whether Ctrl-C cut it short; raised again where no group was whole by then."""
+        try:
+            for run in self.runs:  # Warm-up, not counted: allocations, kernels, caches.
+                self._decode(run, list(range(run.concurrency)), min(8, self.options["max_new_tokens"]))
+            for _ in range(repeats):
+                for concurrency in sorted({run.concurrency for run in self.runs}):
+                    for start in range(0, len(self.prompts), concurrency):
+                        self._group(start, concurrency)
+        except KeyboardInterrupt:
+            if not any(run.results.generations for run in self.runs):
+                raise
+            return True
+        if self.progress is not None:
+            self.progress(self.done, "done")
+        return False
+
+    def _group(self, start: int, concurrency: int) -> None:
+        """The prompts from `start` on; a last group that is too small is filled up with others, uncounted."""
+        indices = [(start + row) % len(self.prompts) for row in range(concurrency)]
+        real = min(concurrency, len(self.prompts) - start)
+        runs = [run for run in self.runs if run.concurrency == concurrency]
+        found = {}
+        for run in self.rng.sample(runs, len(runs)):
+            if self.progress is not None:
+                self.progress(self.done, run.label)
+            found[run.id] = self._decode(run, indices, self.options["max_new_tokens"])
+            self.done += 1
+        for run in runs:
+            run.results.add(indices[:real], *found[run.id])
+
+    def _decode(self, run: _Run, indices: list[int], max_new_tokens: int) -> tuple[Decoded, int | None]:
+        cuda = self.target.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+        done = generate(
+            self.target,
+            [self.prompts[index % len(self.prompts)].ids for index in indices],
+            run.proposer,
+            k=max(run.k, 1),
+            sampling=run.sampling,
+            requests=indices,
+            policy=run.policy,
+            acceptance=run.candidate.acceptance if run.candidate else None,
+            hold=run.concurrency > 1,
+            **{**self.options, "max_new_tokens": max_new_tokens},
+        )
+        return done, torch.cuda.max_memory_allocated(self.target.device) if cuda else None
+
+
+def break_even_table(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each draft, K and sampling the number of requests at a time from which it no longer pays (None: not within
+    those measured): {"label", "k", "sampling", "mode", "concurrency"}.
+    """
+    found: dict[tuple, dict] = {}
+    for run in runs:
+        if run["speedup"] is not None:
+            key = (run["label"], run["mode"], tuple(run["sampling"].values()))
+            entry = found.setdefault(key, {"run": run, "speedups": {}})
+            entry["speedups"][run["concurrency"]] = run["speedup"]
+    return [
+        {**{name: entry["run"][name] for name in ("label", "k", "sampling", "mode")}, "concurrency": break_even(speeds)}
+        for entry in found.values()
+        if len(speeds := entry["speedups"]) > 1
+    ]
 
 
 def _candidates(target: Target, drafts, ngram: bool) -> list[Candidate]:
@@ -157,13 +247,27 @@ def _prompt(prompt: str | Sequence[int] | Prompt, target: Target) -> Prompt:
     return Prompt(tuple(ids))
 
 
-def _check_lengths(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+def _check_numbers(k: Sequence[int], concurrency: Sequence[int], repeats: int) -> None:
+    if not k or min(k) < 1:
+        raise EvaluationError(f"k is {list(k)}; expected numbers from 1 on (the plain baseline is always run)")
+    if not concurrency or min(concurrency) < 1:
+        raise EvaluationError(f"concurrency is {list(concurrency)}; expected numbers of requests at a time, from 1 on")
+    if repeats < 1:
+        raise EvaluationError(f"repeats is {repeats}; expected at least one pass over the prompts")
+
+
+def _check_prompts(target: Target, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
     """Before hours are spent: there is something to time, and room for it behind every prompt."""
+    if not prompts:
+        raise EvaluationError("no prompts to evaluate on; expected at least one. Mend: give --prompts or data.test")
     if max_new_tokens < 2:
         raise EvaluationError(
             f"max_new_tokens is {max_new_tokens}; expected at least 2: the prefill yields the first token, and only "
             "what follows is timed"
         )
+    empty = next((index for index, prompt in enumerate(prompts) if not prompt.ids), None)
+    if empty is not None:
+        raise EvaluationError(f"prompt {empty} is empty; expected at least one token (the BOS, say)")
     room = target.max_positions - max_new_tokens + 1  # The last token is never run.
     long = [index for index, prompt in enumerate(prompts) if len(prompt.ids) > room]
     if long:
@@ -190,12 +294,22 @@ def configurations(
     return out
 
 
-def _plan(candidates: Sequence[Candidate], ks: Sequence[int], samplings: Sequence[Sampling]) -> list[_Run]:
+def _plan(
+    candidates: Sequence[Candidate], ks: Sequence[int], samplings: Sequence[Sampling], concurrency: Sequence[int]
+) -> list[_Run]:
     runs = []
-    for candidate, k, sampling in configurations(candidates, ks, samplings):
-        name = "plain" if candidate is None else f"{candidate.label.replace(' ', '-')}-k{k}"
-        proposer = None if candidate is None else candidate.make()
-        runs.append(_Run(f"{name}{_suffix(sampling)}", candidate, k, sampling, proposer))
+    for rows in concurrency:
+        for candidate, k, sampling in configurations(candidates, ks, samplings):
+            proposer = None if candidate is None else candidate.make()
+            policy = candidate.policy(rows) if candidate is not None and candidate.policy else None
+            run = _Run("", candidate, k, sampling, rows, proposer, policy)
+            run.id = re.sub(r"[^\w.>=<()-]+", "-", run.label.replace("k=", "k")) + _suffix(sampling)
+            run.id += f"-c{rows}" if rows > 1 else ""
+            if proposer is not None and proposer.max_k is not None and k > proposer.max_k:
+                raise EvaluationError(
+                    f"k is {k}, but {candidate.label} drafts at most {proposer.max_k} tokens deep. Mend: --k up to that"
+                )
+            runs.append(run)
     ids = [run.id for run in runs]
     twice = sorted({one for one in ids if ids.count(one) > 1})
     if twice or not runs:
@@ -217,141 +331,13 @@ def _suffix(sampling: Sampling) -> str:
     return f"-t{sampling.temperature:g}{top_p}{top_k}-{sampling.mode.replace('_', '-')}"
 
 
-def _decode(target: Target, prompt: Prompt, index: int, run: _Run, options: dict) -> Decoded:
-    return generate(
-        target, [prompt.ids], run.proposer, k=max(run.k, 1), sampling=run.sampling, requests=[index], **options
-    )
-
-
 def _baseline(runs: Sequence[_Run], run: _Run) -> _Run:
-    return next(other for other in runs if other.candidate is None and other.sampling == run.sampling)
+    return next(other for other in runs if _same_setting(other, run))
 
 
-def _summary(target: Target, run: _Run, plain: _Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    counts, seconds = pool(run.results)
-    candidate = run.candidate
-    tokens, spent = _tokens(run), [result.seconds.decode for result in run.results]
-    plain_spent = [result.seconds.decode for result in plain.results]
-    divergences = [] if candidate is None or not run.sampling.greedy else _divergences(target, run, plain, prompts)
-    return {
-        "id": run.id,
-        "label": run.label,
-        "draft": "none" if candidate is None else candidate.kind,
-        "checkpoint": None if candidate is None else candidate.checkpoint,
-        "trained": candidate is not None and candidate.trained,
-        "baseline": None if candidate is None else plain.id,
-        "mode": run.sampling.mode,
-        "sampling": {name: getattr(run.sampling, name) for name in ("temperature", "top_p", "top_k", "seed")},
-        "k": run.k,
-        "tree": None,
-        "policy": None,
-        "concurrency": 1,
-        "iterations": counts.iterations,
-        "draft_rounds": counts.draft_rounds,
-        "drafted_tokens": counts.drafted,
-        "accepted_tokens": counts.accepted,
-        "emitted_tokens": counts.emitted,
-        "acceptance_rate": counts.acceptance_rate,
-        "mean_acceptance_length": counts.mean_acceptance_length,
-        "per_position_acceptance": counts.per_position_acceptance,
-        "conditional_acceptance": counts.conditional_acceptance,
-        "intervals": _intervals(run, plain, tokens, spent, plain_spent),
-        **_speeds(run, counts, seconds, tokens, spent),
-        **costs(counts, seconds, run.k, *pool(plain.results)),
-        "speedup": None if candidate is None else _speedup(tokens, spent, _tokens(plain), plain_spent),
-        "seconds": asdict(seconds),
-        "categories": _categories(run, plain, prompts),
-        "identical_to_plain": None if candidate is None or not run.sampling.greedy else not divergences,
-        "divergences": divergences,
-    }
-
-
-def pool(results: Sequence[Decoded]) -> tuple[Counts, Seconds]:
-    """Counts and seconds summed over decoded batches."""
-    counts, seconds = Counts(), Seconds()
-    for result in results:
-        counts.add(result.counts)
-        seconds.add(result.seconds)
-    return counts, seconds
-
-
-def _tokens(run: _Run) -> list[int]:
-    """Decoded tokens of each prompt: what was delivered after the prefill's token."""
-    return [result.counts.emitted - 1 for result in run.results]
-
-
-def _speedup(tokens, spent, plain_tokens, plain_spent) -> float | None:
-    """Ratio of pooled decode tokens/s; None where every output ended with the prefill's token."""
-    return (sum(tokens) / sum(spent)) / (sum(plain_tokens) / sum(plain_spent)) if sum(plain_tokens) else None
-
-
-def _intervals(run: _Run, plain: _Run, tokens, spent, plain_spent) -> dict[str, list[float] | None]:
-    if run.candidate is None:
-        return {"mean_acceptance_length": None, "speedup": None}
-    each = [result.counts for result in run.results]
-    return {
-        "mean_acceptance_length": bootstrap_ratio([c.accepted for c in each], [c.iterations for c in each], offset=1.0),
-        "speedup": bootstrap_speedup(tokens, spent, _tokens(plain), plain_spent),
-    }
-
-
-def _speeds(run: _Run, counts: Counts, seconds: Seconds, tokens, spent) -> dict[str, Any]:
-    rates = [count / time for count, time in zip(tokens, spent, strict=True) if count]
-    whole = seconds.prefill + seconds.decode
-    return {
-        "tokens_per_second": {
-            "median": statistics.median(rates) if rates else None,
-            "min": min(rates, default=None),
-            "max": max(rates, default=None),
-            "pooled": sum(tokens) / sum(spent),
-        },
-        "end_to_end_tokens_per_second": counts.emitted / whole,
-        "ttft": seconds.prefill / len(run.results),
-    }
-
-
-def costs(counts: Counts, seconds: Seconds, k: int, plain_counts: Counts, plain_seconds: Seconds) -> dict[str, Any]:
-    """c, v and o of a configuration in plain steps, and ideal_speedup = tau / (1 + K c).
-
-    The plain step is the plain run's whole iteration. c = draft time of an iteration / (K x plain step); v = the
-    target's forward / plain step; o = the rest / plain step.
-    """
-    if not plain_counts.iterations or not counts.iterations:
-        return {"c": None, "v": None, "o": None, "ideal_speedup": None}
-    step = plain_seconds.decode / plain_counts.iterations
-    c = seconds.draft / counts.iterations / (k * step) if k else None
-    return {
-        "c": c,
-        "v": seconds.verify / counts.iterations / step,
-        "o": seconds.rest / counts.iterations / step,
-        "ideal_speedup": counts.mean_acceptance_length / (1 + k * c) if k else None,
-    }
-
-
-def _categories(run: _Run, plain: _Run, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for category in sorted({prompt.category for prompt in prompts if prompt.category}):
-        chosen = [i for i, prompt in enumerate(prompts) if prompt.category == category]
-        counts, seconds = pool([run.results[i] for i in chosen])
-        plain_counts, plain_seconds = pool([plain.results[i] for i in chosen])
-        plain_tokens, plain_spent = [plain_counts.emitted - len(chosen)], [plain_seconds.decode]
-        speedup = _speedup([counts.emitted - len(chosen)], [seconds.decode], plain_tokens, plain_spent)
-        out[category] = {
-            "prompts": len(chosen),
-            "mean_acceptance_length": counts.mean_acceptance_length,
-            "acceptance_rate": counts.acceptance_rate,
-            "speedup": None if run.candidate is None else speedup,
-        }
-    return out
-
-
-def _divergences(target: Target, run: _Run, plain: _Run, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    out = []
-    for index, (prompt, result, reference) in enumerate(zip(prompts, run.results, plain.results, strict=True)):
-        found = first_divergence(target, prompt.ids, result.generations[0].tokens, reference.generations[0].tokens)
-        if found is not None:
-            out.append({"prompt": index, **found})
-    return out
+def _same_setting(other: _Run, run: _Run) -> bool:
+    """Whether `other` is the plain run with the sampling and concurrency of `run`."""
+    return other.candidate is None and (other.sampling, other.concurrency) == (run.sampling, run.concurrency)
 
 
 def _repetition(runs: Sequence[_Run]) -> float | None:
@@ -360,13 +346,19 @@ def _repetition(runs: Sequence[_Run]) -> float | None:
     """
     plain = [run for run in runs if run.candidate is None]
     run = next((run for run in plain if run.sampling.greedy), plain[0])
-    return repeated_ngram_share([result.generations[0].tokens for result in run.results])
+    return repeated_ngram_share([generation.tokens for generation in run.results.generations])
 
 
 def _device(target: Target) -> dict[str, Any]:
     cuda = target.device.type == "cuda"
-    name = torch.cuda.get_device_name(target.device) if cuda else "CPU"
-    return {"name": name, "dtype": str(target.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "name": torch.cuda.get_device_name(target.device) if cuda else "CPU",
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "capture": capture_note(target),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    }
 
 
 def _versions() -> dict[str, str]:

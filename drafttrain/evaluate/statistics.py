@@ -37,6 +37,23 @@ def bootstrap_speedup(
         return _interval((t[draws].sum(1) / s[draws].sum(1)) / (pt[draws].sum(1) / ps[draws].sum(1)))
 
 
+def bootstrap_difference(
+    accepted: Sequence[float],
+    iterations: Sequence[float],
+    other_accepted: Sequence[float],
+    other_iterations: Sequence[float],
+    seed=0,
+) -> list[float] | None:
+    """95% interval of one pooled ratio less another, paired: both sides see the same resampled prompts. None below two
+    prompts."""
+    if len(accepted) < 2:
+        return None
+    a, i, b, j = (np.asarray(x, float) for x in (accepted, iterations, other_accepted, other_iterations))
+    draws = np.random.default_rng(seed).integers(0, len(a), (RESAMPLES, len(a)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval(a[draws].sum(1) / i[draws].sum(1) - b[draws].sum(1) / j[draws].sum(1))
+
+
 def _interval(ratios: np.ndarray) -> list[float] | None:
     defined = ratios[np.isfinite(ratios)]
     return [float(x) for x in np.percentile(defined, [2.5, 97.5])] if len(defined) else None

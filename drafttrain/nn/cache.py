@@ -17,13 +17,13 @@ class RaggedCache(Cache):
 
     `lengths` (int64 [B], CPU) counts the committed entries of each row. A forward writes behind them (`begin`), and
     nothing is committed until the caller raises `lengths`; what lies beyond is invisible to the masks and overwritten
-    by the next forward.
+    by the next forward. fixed: the buffers keep all rows and their place in memory, as captured steps need it (`open`).
     """
 
-    def __init__(self, batch: int, capacity: int = 256):
+    def __init__(self, batch: int, capacity: int = 256, fixed: bool = False):
         self.layers = []
         self.lengths = torch.zeros(batch, dtype=torch.long)
-        self.capacity = capacity
+        self.batch, self.capacity, self.fixed = batch, capacity, fixed
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._start = 0
@@ -39,6 +39,19 @@ class RaggedCache(Cache):
         if self._end > self.capacity:
             self.capacity = max(self._end, self.capacity * 2)
         return positions
+
+    def open(self, slots: Tensor, key_count: int) -> None:
+        """Open a forward that writes at slots int64 [B, N], on the device, and sees so many columns of every row: no
+        shape hangs on `lengths`, which are not looked at.
+        """
+        self._positions, self._end = slots, key_count
+
+    def reset(self) -> None:
+        """Empty, with all rows, and zeros in the buffers that are there: a masked NaN still spoils a matrix product."""
+        self.lengths = torch.zeros(self.batch, dtype=torch.long)
+        for store in (self._keys, self._values):
+            for buffer in store.values():
+                buffer.zero_()
 
     @property
     def key_count(self) -> int:
@@ -56,8 +69,8 @@ class RaggedCache(Cache):
             keys[:, :, self._start : end] = key_states
             values[:, :, self._start : end] = value_states
         else:
-            rows = torch.arange(len(self.lengths), device=keys.device)[:, None]
             positions = self._positions.to(keys.device)
+            rows = torch.arange(len(positions), device=keys.device)[:, None]
             keys[rows, :, positions] = key_states.transpose(1, 2)
             values[rows, :, positions] = value_states.transpose(1, 2)
         return keys[:, :, : self._end], values[:, :, : self._end]
@@ -71,13 +84,46 @@ class RaggedCache(Cache):
             grown[:, :, : buffer.shape[2]] = buffer
         return grown
 
+    def gather(self, path: Tensor) -> None:
+        """Move the entries of an accepted tree path to where a chain's would lie: path int64 [B, D] counts slots behind
+        each row's committed entries, strictly rising, -1 padded. Raise `lengths` afterwards.
+        """
+        moves = self.moves(path)
+        if moves is not None:
+            self.move(*moves)
+
+    def moves(self, path: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(from, to) int64 [B, D] each, the columns that `gather` copies; None where all lie in their place."""
+        straight = torch.arange(path.shape[1])
+        if bool(((path == straight) | (path < 0)).all()):
+            return None
+        source = self.lengths[:, None] + torch.where(path < 0, straight, path)
+        goal = self.lengths[:, None] + straight
+        return source.clamp_max(self.capacity - 1), goal.clamp_max(self.capacity - 1)
+
+    def move(self, source: Tensor, goal: Tensor) -> None:
+        """Copy columns [B, D] of every row and layer."""
+        placed: dict[torch.device, tuple[Tensor, ...]] = {}
+        for store in (self._keys, self._values):
+            for buffer in store.values():
+                if buffer.device not in placed:
+                    rows = torch.arange(len(source), device=buffer.device)[:, None]
+                    placed[buffer.device] = rows, source.to(buffer.device), goal.to(buffer.device)
+                rows, here, there = placed[buffer.device]
+                # Indexing copies, so that a slot is read before it is overwritten.
+                buffer[rows, :, there] = buffer[rows, :, here]
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         index = torch.as_tensor(rows, dtype=torch.long)
         self.lengths = self.lengths[index]
         for store in (self._keys, self._values):
             for layer, buffer in store.items():
-                store[layer] = buffer[index.to(buffer.device)]
+                kept = buffer[index.to(buffer.device)]
+                if self.fixed:
+                    buffer[: len(kept)] = kept
+                else:
+                    store[layer] = kept
 
     def entries(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """The committed keys and values [nkv, length, D] of one row."""
@@ -101,6 +147,28 @@ def visible(positions: Tensor, key_count: int, window: int | None = None) -> Ten
     if window is not None:
         mask &= query - keys < window
     return mask
+
+
+def visible_tree(
+    lengths: Tensor, family: Tensor, key_count: int, window: int | None = None, depth: Tensor | None = None
+) -> Tensor:
+    """The mask bool [B, 1, Q, key_count] of the last Q of n new entries that form a tree behind `lengths` [B] committed
+    ones.
+
+    family bool [B, Q, n]: which new entries each query sees (nn/tree.py). window: as in `visible`, by positions; it
+    needs depth int64 [B, n], an entry's position less the length.
+    """
+    count = family.shape[2]
+    keys = torch.arange(key_count, device=lengths.device)
+    slot = keys[None, :] - lengths[:, None]  # [B, S]; below 0: committed
+    new = slot.clamp(0, count - 1)
+    seen = family.gather(2, new[:, None, :].expand(-1, family.shape[1], -1))
+    mask = torch.where(((slot >= 0) & (slot < count))[:, None], seen, (slot < 0)[:, None])
+    if window is not None:
+        positions = torch.where(slot < 0, keys, lengths[:, None] + depth.gather(1, new))
+        query = lengths[:, None] + depth[:, count - family.shape[1] :]
+        mask &= query[:, :, None] - positions[:, None, :] < window
+    return mask[:, None]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,15 +32,19 @@ class RotaryTable:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, T, D] in `dtype` for positions int64 [B, T]."""
-        needed = int(positions.max()) + 1
-        if needed > len(self._cos) or self._cos.dtype != dtype or self._cos.device != positions.device:
+        cos, sin = self.table(int(positions.max()) + 1, positions.device, dtype)
+        return cos[positions][:, None], sin[positions][:, None]
+
+    def table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [P, D] of all positions, at least so many. A later call may make new ones."""
+        if needed > len(self._cos) or self._cos.dtype != dtype or self._cos.device != device:
             enough = needed <= len(self._cos)
             count = len(self._cos) if enough else max(needed, 2 * len(self._cos), 256)
             angles = torch.arange(count, dtype=torch.float32)[:, None] * self._inverse[None, :]
             angles = torch.cat([angles, angles], -1)
-            self._cos = (angles.cos() * self._scale).to(positions.device, dtype)
-            self._sin = (angles.sin() * self._scale).to(positions.device, dtype)
-        return self._cos[positions][:, None], self._sin[positions][:, None]
+            self._cos = (angles.cos() * self._scale).to(device, dtype)
+            self._sin = (angles.sin() * self._scale).to(device, dtype)
+        return self._cos, self._sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -110,14 +110,15 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     An index of weight zero is never returned.
     """
     # Block sums first: a running sum over 262k words in double precision costs more than the softmax.
-    blocks = F.pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    size = min(BLOCK, weights.shape[-1])
+    blocks = F.pad(weights, (0, -weights.shape[-1] % size)).unflatten(-1, (-1, size))
     sums = blocks.sum(-1).double()
     cumulative = sums.cumsum(-1)
     goal = uniforms.to(cumulative)[..., None] * cumulative[..., -1:]
     block = _first_beyond(cumulative, goal)
-    inside = blocks.gather(-2, block[..., None].expand(*block.shape, BLOCK))[..., 0, :].double().cumsum(-1)
+    inside = blocks.gather(-2, block[..., None].expand(*block.shape, size))[..., 0, :].double().cumsum(-1)
     rest = goal - (cumulative.gather(-1, block) - sums.gather(-1, block))
-    return (block * BLOCK + _first_beyond(inside, rest.clamp_min(0)))[..., 0]
+    return (block * size + _first_beyond(inside, rest.clamp_min(0)))[..., 0]
 
 
 def _first_beyond(cumulative: Tensor, goal: Tensor) -> Tensor:

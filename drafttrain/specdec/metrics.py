@@ -8,9 +8,10 @@ from typing import Self
 class Counts:
     """What happened in a number of iterations (an iteration: one target forward after the prefill, for one row).
 
-    iterations; draft_rounds: those with at least one draft (vLLM's num_drafts); drafted, accepted: draft tokens;
-    emitted: tokens delivered, the prefill's included; reached[i]: iterations in which the first i + 1 drafts were all
-    accepted.
+    iterations; draft_rounds: those with at least one draft (vLLM's num_drafts); drafted, accepted: draft tokens (of a
+    tree: nodes); emitted: tokens delivered, the prefill's included; reached[i]: iterations in which the first i + 1
+    drafts were all accepted (of a tree: nodes down to depth i + 1); lengths[j]: iterations that drafted j tokens deep;
+    tree: whether any of them drafted a tree.
     """
 
     iterations: int = 0
@@ -19,16 +20,22 @@ class Counts:
     accepted: int = 0
     emitted: int = 0
     reached: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    tree: bool = False
 
-    def add_round(self, drafted: int, accepted: int) -> None:
-        """Count one iteration of one row."""
+    def add_round(self, drafted: int, accepted: int, depth: int | None = None) -> None:
+        """Count one iteration of one row; depth: of the tree that it drafted, None for a chain."""
+        self.tree |= depth is not None
+        depth = drafted if depth is None else depth
         self.iterations += 1
         self.draft_rounds += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
-        self.reached.extend([0] * (drafted - len(self.reached)))
+        self.reached.extend([0] * (depth - len(self.reached)))
         for i in range(accepted):
             self.reached[i] += 1
+        self.lengths.extend([0] * (depth + 1 - len(self.lengths)))
+        self.lengths[depth] += 1
 
     def add(self, other: "Counts") -> Self:
         """Pool another count into this one."""
@@ -37,15 +44,17 @@ class Counts:
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.emitted += other.emitted
-        self.reached.extend([0] * (len(other.reached) - len(self.reached)))
-        for i, count in enumerate(other.reached):
-            self.reached[i] += count
+        self.tree |= other.tree
+        for mine, theirs in ((self.reached, other.reached), (self.lengths, other.lengths)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, count in enumerate(theirs):
+                mine[i] += count
         return self
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens; None when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else None
+        """Accepted / drafted tokens; None when nothing was drafted, and for trees, where it says nothing."""
+        return self.accepted / self.drafted if self.drafted and not self.tree else None
 
     @property
     def mean_acceptance_length(self) -> float:

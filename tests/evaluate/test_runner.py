@@ -22,7 +22,8 @@ RUN_KEYS = {
     *("concurrency", "iterations", "draft_rounds", "drafted_tokens", "accepted_tokens", "emitted_tokens"),
     *("acceptance_rate", "mean_acceptance_length", "per_position_acceptance", "conditional_acceptance", "intervals"),
     *("tokens_per_second", "end_to_end_tokens_per_second", "ttft", "speedup", "ideal_speedup", "c", "v", "o"),
-    *("seconds", "categories", "identical_to_plain", "divergences"),
+    *("seconds", "categories", "identical_to_plain", "divergences", "lossy", "synthetic", "prompts", "draft_lengths"),
+    *("rounds", "itl", "peak_memory_bytes"),
 }
 
 
@@ -92,12 +93,15 @@ def run_of(report, run_id):
 
 def test_every_key_of_the_schema_is_there(measured, target):
     report, _ = measured
-    assert report["schema"] == 1 and report["certificate"] == {}
+    assert report["schema"] == 1 and report["certificate"]["passed"] and report["interrupted"] is False
     assert report["target"] == {"name": "tiny Llama", "fingerprint": target.fingerprint}
-    assert report["device"] == {"name": "CPU", "dtype": "float32", "threads": torch.get_num_threads()}
-    assert {name: report["prompts"][name] for name in ("name", "count", "max_new_tokens")} == {
+    assert report["device"].pop("peak_memory_bytes") > 2**20
+    about = {"name": "CPU", "dtype": "float32", "threads": torch.get_num_threads(), "capture": "none: cpu"}
+    assert report["device"] == about
+    assert {name: report["prompts"][name] for name in ("name", "count", "requested", "max_new_tokens")} == {
         "name": "by hand",
         "count": 3,
+        "requested": 3,
         "max_new_tokens": COUNT,
     }
     assert report["prompts"]["train_overlap"] == pytest.approx(1 / 3)

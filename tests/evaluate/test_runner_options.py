@@ -1,6 +1,7 @@
 """What an evaluation takes and refuses: seeds, order, Ctrl-C, drafts and prompts of every form, stops, errors."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -9,11 +10,13 @@ from drafttrain import evaluate as public_evaluate
 from drafttrain.drafts.ngram import NgramProposer
 from drafttrain.evaluate import runner
 from drafttrain.evaluate.report import EvaluationError, write_report
-from drafttrain.evaluate.runner import Candidate, Prompt, evaluate
+from drafttrain.evaluate.runner import Candidate, Prompt
+from drafttrain.evaluate.runner import evaluate as evaluate_with_certificate
 from drafttrain.nn.sampling import Sampling
 from tests.tiny_drafts import Oracle, SelfProposer, make_batch, make_draft, make_target, plain, train
 from tests.tiny_models import make_tokenizer, tokens
 
+evaluate = partial(evaluate_with_certificate, certificate=False)
 PROMPTS = [row.tolist() for row in tokens(3, 6)]
 ONE_HOT = Sampling(temperature=0.9, seed=3)
 DRAWN = Sampling(temperature=0.9, seed=3, draft_mode="probabilistic")

@@ -304,3 +304,21 @@ def test_nan_in_the_target_raises():
     for sampling in (Sampling(), ONE_HOT):
         with pytest.raises(SamplingError, match="NaN"):
             generate(target, [PROMPT], sampling=sampling)
+
+
+def test_baseline_and_draft_share_forward_cache_attention_and_counter(target, text, monkeypatch):
+    """Both run Target.step on a RaggedCache with the model's own attention and dtype, and count every call."""
+    calls = []
+    step = target.step
+
+    def spy(tokens, cache, *args, **kwargs):
+        done = step(tokens, cache, *args, **kwargs)
+        calls.append((type(cache).__name__, target.config._attn_implementation, done.logits.dtype))
+        return done
+
+    monkeypatch.setattr(target, "step", spy)
+    for proposer in (None, Oracle([text], right=2), NgramProposer()):
+        calls.clear()
+        done = generate(target, [PROMPT], proposer, k=3, max_new_tokens=13, stop_ids=())
+        assert set(calls) == {("RaggedCache", "eager", torch.float32)}
+        assert len(calls) == 1 + done.rounds == 1 + done.counts.iterations

@@ -6,12 +6,14 @@ import torch
 from drafttrain.drafts.ngram import NgramProposer
 from drafttrain.nn.cache import RaggedCache
 from drafttrain.nn.sampling import Sampling
+from drafttrain.nn.tree import DynamicTree, StaticTree
 from drafttrain.specdec import decode
 from drafttrain.specdec.decode import generate
 from tests.tiny_drafts import Oracle, SelfProposer, agreeable_draft, features_of, make_target, plain
 from tests.tiny_models import tokens
 
 RAGGED = [tokens(1, 6)[0].tolist(), tokens(1, 11)[0].tolist(), tokens(1, 2)[0].tolist()]
+STATIC = StaticTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
 DRAWN = Sampling(temperature=1.0, draft_mode="probabilistic", seed=5)
 
 
@@ -109,6 +111,16 @@ def draft_cache_run(target, draft, proposer, sampling, monkeypatch):
 def test_the_drafts_cache_holds_the_targets_features_of_the_emitted_tokens(target, sampling, monkeypatch):
     draft = agreeable_draft(target)
     draft_cache_run(target, draft, draft.proposer(target), sampling, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize(
+    ("tree", "sampling"), [(DynamicTree(4, 12), Sampling()), (STATIC, Sampling()), (STATIC, DRAWN)], ids=str
+)
+def test_both_caches_after_tree_rounds(family, tree, sampling, monkeypatch):
+    target = make_target(family)
+    draft = agreeable_draft(target)
+    draft_cache_run(target, draft, draft.proposer(target, tree), sampling, monkeypatch)
 
 
 def test_a_draft_cache_fed_one_position_off_is_caught(target, monkeypatch):

@@ -259,3 +259,25 @@ def test_warped_p_and_q(sampling):
         out += q[token] * torch.bincount(torch.where(accepted == 1, tokens, after), minlength=5) / n**2
     torch.testing.assert_close(out, p.double(), rtol=0, atol=5e-3)
     assert out[p == 0].eq(0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(2, 9), st.sampled_from(["greedy", "one_hot", "drawn"]))
+def test_an_iteration_yields_one_to_k_plus_one_tokens(seed, K, vocabulary, mode):
+    """Whatever p, q and K: accepted drafts lead the row, and exactly one bonus or replacement follows that p allows."""
+    generator = torch.Generator().manual_seed(seed)
+    B = 8
+    logits = torch.randn(B, K + 1, vocabulary, generator=generator) * 3
+    q = torch.rand(B, K, vocabulary, generator=generator).softmax(-1)
+    lengths = torch.randint(0, K + 1, (B,), generator=generator)
+    tokens = torch.randint(0, vocabulary, (B, K), generator=generator)
+    drawn = (q, torch.arange(vocabulary)) if mode == "drawn" else (None, None)
+    sampling = Sampling() if mode == "greedy" else Sampling(temperature=1.0, top_k=2)
+    uniforms = torch.rand(B, K + 1, generator=generator, dtype=torch.float64)
+    path, after = verify.verify(logits, Proposal(tokens, lengths, None, *drawn), sampling, uniforms)
+    p = warp(logits, sampling)
+    for row in range(B):
+        nodes = path[row][path[row] >= 0].tolist()
+        assert nodes == list(range(len(nodes))) and len(nodes) <= lengths[row]
+        assert 1 <= len(nodes) + 1 <= K + 1
+        assert all(p[row, i, tokens[row, i]] > 0 for i in nodes) and p[row, len(nodes), after[row]] > 0

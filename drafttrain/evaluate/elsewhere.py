@@ -1,0 +1,66 @@
+"""What measured acceptance would be worth on a device that is not here, by its roofline."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from drafttrain.drafts.eagle3_config import Eagle3Config
+from drafttrain.evaluate.report import EvaluationError
+from drafttrain.evaluate.roofline import Roofline, find_device, predict
+from drafttrain.target import Target
+
+
+def rooflines(
+    report: Mapping[str, Any],
+    target: Target,
+    shapes: Mapping[str, Eagle3Config | None],
+    devices: Sequence[str],
+    context: float = 1024,
+) -> list[dict[str, Any]]:
+    """For each device and draft, `predict` with the acceptance of its deepest greedy chain at the smallest concurrency.
+
+    shapes: {kind as in the report: the draft's config, None for lookup}. context: cached tokens of a request.
+    RooflineError for a device or target that has no numbers, EvaluationError when nothing was drafted.
+    """
+    found = []
+    for name in devices:
+        roofline = Roofline(find_device(name))
+        for kind, shape in shapes.items():
+            run = _deepest(report["runs"], kind)
+            if run is not None:
+                rates = run["per_position_acceptance"]
+                predicted = predict(roofline, target.config, shape, rates, context=context)
+                found.append({"label": run["label"], "context": context, "per_position_acceptance": rates, **predicted})
+    if devices and not found:
+        raise EvaluationError("no draft was accepted, so there is nothing to predict. Mend: measure with more prompts")
+    return found
+
+
+def _deepest(runs: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
+    """The trained (or lookup's) exact chain with the largest K, at the first sampling and smallest concurrency."""
+    chains = [
+        run
+        for run in runs
+        if run["draft"] == kind and not run["tree"] and not run["policy"] and not run["lossy"]
+        if (run["trained"] or kind == "ngram") and run["per_position_acceptance"]
+    ]
+    return max(chains, key=lambda run: (-run["concurrency"], run["mode"] == "greedy", run["k"]), default=None)
+
+
+def print_rooflines(found: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A table for each device and draft: the best K and its speedup at each concurrency."""
+    for entry in found:
+        draft = entry["label"].rsplit(" k=", 1)[0]
+        title = f"Predicted on {entry['device']}, {draft}, {entry['context']:g} cached tokens"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, header_style="dim")
+        for name in ("concurrency", "best K", "tau", "speedup", "v", "c"):
+            table.add_column(name, justify="right")
+        for row in entry["best"]:
+            cells = [f"{row['tau']:.2f}", f"{row['speedup']:.2f}x", f"{row['v']:.2f}", f"{row['c']:.3f}"]
+            table.add_row(str(row["concurrency"]), str(row["k"]), *cells)
+        console.print(table)
+        stop = entry["break_even"]
+        console.print(f"break-even: {'none up to that' if stop is None else f'{stop:.0f} requests at a time'}")
+        console.print()

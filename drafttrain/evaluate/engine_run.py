@@ -1,0 +1,107 @@
+"""`drafttrain evaluate --engine`: a run's or a draft folder's report as a serving engine gives it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from drafttrain.data.progress import progress_bar
+from drafttrain.drafts.loading import draft_method, find_draft
+from drafttrain.evaluate.engines import EngineDraft, evaluate_server, evaluate_vllm
+from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
+from drafttrain.evaluate.run import gather_prompts, samplings_of
+from drafttrain.evaluate.runner import Prompt
+from drafttrain.recipe import EvaluationConfig, Recipe
+from drafttrain.specdec.decode import generate
+from drafttrain.target import Target, load_tokenizer
+
+NGRAM = EngineDraft("ngram")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """As much of a target as turning prompts into ids needs: a server's weights are not loaded a second time."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def evaluate_served(
+    url: str,
+    tokenizer_folder: str | Path,
+    settings: EvaluationConfig,
+    *,
+    baseline_url: str | None = None,
+    engine: str | None = None,
+    chat: str = "auto",
+    checkpoint: str | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The report of a running server, at the first temperature and concurrency of the settings. Prompts become ids
+    here, with the tokenizer of the folder or hub id; of conversations only the first turn is asked.
+    """
+    reader = _Reader(str(tokenizer_folder), load_tokenizer(str(tokenizer_folder)))
+    name = settings.prompts or "builtin"
+    rows = load_prompt_set(name, settings.num_prompts, settings.seed)
+    prompts = [Prompt(tuple(prompt_tokens(row, reader, chat)), row.category, row.id) for row in rows]
+    say(f"asking {url}: {len(prompts)} prompts, {settings.concurrency[0]} at a time, stop tokens ignored")
+    with progress_bar("asking", len(prompts) * (2 if baseline_url else 1)) as update:
+        return evaluate_server(
+            url,
+            prompts,
+            baseline_url=baseline_url,
+            engine=engine,
+            checkpoint=checkpoint,
+            max_new_tokens=settings.max_new_tokens,
+            concurrency=settings.concurrency[0],
+            sampling=samplings_of(settings)[0],
+            name=name,
+            progress=update,
+        )
+
+
+def evaluate_in_vllm(
+    source: str | Path,
+    target: Target,
+    settings: EvaluationConfig,
+    *,
+    python: Path,
+    model_impl: str = "auto",
+    recipe: Recipe | None = None,
+    training_rows: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The report of vLLM run by the interpreter `python`, at the first temperature and concurrency of the settings;
+    greedy text is compared with our own plain decoding.
+    """
+    name, prompts = gather_prompts(settings, recipe, target, say)
+    sampling = samplings_of(settings)[0]
+    folder = find_draft(source)
+    drafts = [EngineDraft(draft_method(folder), folder), *([NGRAM] if settings.ngram else [])]
+    plain = None
+    if sampling.greedy:
+        say(f"our own plain decoding of {len(prompts)} prompts, to compare the text with")
+        options = {"max_new_tokens": settings.max_new_tokens, "stop_ids": ()}
+        plain = [generate(target, [prompt.ids], **options).generations[0].tokens for prompt in prompts]
+    count = 1 + len(drafts) * len(settings.k)
+    say(f"vLLM: {len(prompts)} prompts x {count} configurations, a process for each, stop tokens ignored")
+    with progress_bar("asking", len(prompts) * count) as update:
+        return evaluate_vllm(
+            python,
+            target.folder or target.name,
+            drafts,
+            prompts,
+            k=settings.k,
+            max_new_tokens=settings.max_new_tokens,
+            concurrency=settings.concurrency[0],
+            sampling=sampling,
+            model_impl=model_impl,
+            name=name,
+            target_name=target.title,
+            fingerprint=target.fingerprint,
+            plain_tokens=plain,
+            training_rows=training_rows,
+            progress=update,
+        )

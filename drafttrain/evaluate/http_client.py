@@ -1,0 +1,181 @@
+"""HTTP to a serving engine with the standard library: JSON, streamed completions with the time of every delivery, and
+Prometheus counters.
+"""
+
+import http.client
+import json
+import re
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from drafttrain.errors import UserError
+
+BODY_SHOWN = 400
+SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
+LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+
+
+class EngineError(UserError):
+    """A serving engine that cannot be reached, refuses what it is asked, or gives up on the way."""
+
+
+class EngineLostError(EngineError):
+    """An engine that was there and no longer answers."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A serving engine's address. api_key is sent as a bearer token; timeout: seconds without a byte."""
+
+    url: str
+    api_key: str | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self):
+        parts = urlsplit(self.url)
+        try:
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # urlsplit reads the port only when it is asked for.
+            usable = False
+        if not usable:
+            raise EngineError(f"the server's address is {self.url!r}; expected one like http://localhost:8000")
+
+    def get(self, path: str) -> str | None:
+        """The body of GET path; None where the server has no such page (404). EngineError for anything else."""
+        connection, response = self._request("GET", path)
+        try:
+            body = _read(response, self.url)
+        finally:
+            connection.close()
+        if response.status == 404:
+            return None
+        _check(response.status, body, f"GET {path}", self.url)
+        return body
+
+    def get_json(self, path: str) -> Any:
+        """The same, read as JSON."""
+        body = self.get(path)
+        try:
+            return None if body is None else json.loads(body)
+        except json.JSONDecodeError as error:
+            raise EngineError(
+                f"{self.url}{path} answered {body[:BODY_SHOWN]!r}; expected JSON. Mend: give the address of the "
+                "engine's OpenAI endpoint, without /v1"
+            ) from error
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
+        """POSTs a JSON body and yields (time.perf_counter(), event) for each server-sent event until [DONE].
+
+        EngineError for a refusal or an error event; EngineLostError where the stream breaks off before [DONE].
+        """
+        connection, response = self._request("POST", path, json.dumps(body))
+        try:
+            if response.status != 200:
+                _check(response.status, _read(response, self.url), f"POST {path}", self.url)
+            while True:
+                try:
+                    line = response.readline()
+                except (OSError, http.client.HTTPException) as error:
+                    raise _lost(self.url, error) from error
+                now = time.perf_counter()
+                if not line:
+                    raise EngineLostError(
+                        f"{self.url} broke off in the middle of an answer. Mend: see the server's log"
+                    )
+                if not line.startswith(b"data:"):
+                    continue
+                text = line.removeprefix(b"data:").strip().decode()
+                if text == "[DONE]":
+                    return
+                event = json.loads(text)
+                if "error" in event:
+                    raise EngineError(f"{self.url} gave up on a prompt: {json.dumps(event['error'])[:BODY_SHOWN]}")
+                yield now, event
+        finally:
+            connection.close()
+
+    def _request(self, method: str, path: str, body: str | None = None):
+        parts = urlsplit(self.url)
+        if parts.scheme == "https":
+            connection = http.client.HTTPSConnection(
+                parts.hostname, parts.port, timeout=self.timeout, context=ssl.create_default_context()
+            )
+        else:
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        base = parts.path.rstrip("/").removesuffix("/v1")
+        try:
+            connection.request(method, base + path, body, headers)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise _lost(self.url, error) from error
+
+
+def _lost(url: str, error: Exception) -> EngineLostError:
+    return EngineLostError(
+        f"{url} does not answer ({type(error).__name__}: {error}). Expected a running vLLM or SGLang server. "
+        "Mend: start it, wait until it has loaded the model, and check host and port"
+    )
+
+
+def _read(response: http.client.HTTPResponse, url: str) -> str:
+    try:
+        return response.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise _lost(url, error) from error
+
+
+def _check(status: int, body: str, what: str, url: str) -> None:
+    """EngineError with the server's own words, unless all is well."""
+    if status == 200:
+        return
+    mends = {
+        400: "the message says which setting the server refuses: shorten the prompt, or lower max_new_tokens",
+        401: "give the server's API key",
+        403: "give the server's API key",
+        404: "check the model's name (see /v1/models) and the address",
+        422: "the message says which field this server does not know; try another release of it",
+    }
+    mend = mends.get(status, "see the server's log")
+    raise EngineError(f"{what} at {url} answered {status}: {body.strip()[:BODY_SHOWN]}. Mend: {mend}")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One reading of a Prometheus page: (name, labels, value) for each sample."""
+
+    samples: tuple[tuple[str, Mapping[str, str], float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Metrics":
+        """Reads the text format; comments and lines that are no samples are passed over."""
+        found = []
+        for line in text.splitlines():
+            match = SAMPLE.match(line)
+            if match and not line.startswith("#"):
+                found.append((match[1], dict(LABEL.findall(match[2] or "")), float(match[3])))
+        return cls(tuple(found))
+
+    def has(self, prefix: str) -> bool:
+        """Whether any sample's name starts with prefix."""
+        return any(name.startswith(prefix) for name, _, _ in self.samples)
+
+    def total(self, name: str) -> float | None:
+        """A counter summed over all labels (engines, models), with or without the suffix _total; None if absent."""
+        values = [value for found, _, value in self.samples if found in (name, f"{name}_total")]
+        return sum(values) if values else None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """A counter summed for each value of one label."""
+        out: dict[str, float] = {}
+        for found, labels, value in self.samples:
+            if found in (name, f"{name}_total") and label in labels:
+                out[labels[label]] = out.get(labels[label], 0.0) + value
+        return out
