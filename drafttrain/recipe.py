@@ -4,12 +4,14 @@ Unknown keys are errors with a suggestion; every problem of a recipe is reported
 """
 
 import os
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,6 +35,12 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, int | float | str) else value
 
 
+def _printable(value: str) -> str:
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in value):
+        raise ValueError("expected text without line breaks and control characters")
+    return value
+
+
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -40,7 +48,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 Counts = Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)]
 Temperatures = Annotated[list[NonNegative], BeforeValidator(_listed), Field(min_length=1)]
 Names = Annotated[list[Text], BeforeValidator(_listed)]

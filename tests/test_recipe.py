@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafttrain.errors import UserError
@@ -167,11 +167,12 @@ def test_a_recipe_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 finite = st.floats(min_value=1e-300, max_value=1e300)
 
 
+@settings(deadline=None)
 @given(
     rate=finite,
     minutes=st.none() | finite,
     ratio=st.floats(0, 1),
-    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    name=st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1),
     k=st.lists(st.integers(1, 10**9), min_size=1),
     splits=st.lists(st.sampled_from(["train", "validation", "test"])),
 )
@@ -185,6 +186,12 @@ def test_yaml_round_trip(rate, minutes, ratio, name, k, splits) -> None:
         }
     )
     assert recipe_difference(recipe, parse_recipe(yaml.safe_load(recipe_to_yaml(recipe)))) == []
+
+
+def test_text_with_a_line_break_is_refused() -> None:
+    for name in ("a\nb", "a\x85", "\u2028"):
+        with pytest.raises(RecipeError, match="without line breaks"):
+            parse_recipe({**SMALLEST, "data": {"train": [{"dataset": name}]}})
 
 
 def test_differences_name_the_key_and_both_values() -> None:

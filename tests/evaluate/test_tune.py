@@ -12,7 +12,7 @@ from rich.console import Console
 from drafttrain.drafts.ngram import NgramProposer
 from drafttrain.evaluate.cost import CostModel
 from drafttrain.evaluate.report import EvaluationError, write_report
-from drafttrain.evaluate.run import load_prompts
+from drafttrain.evaluate.run import named_prompts
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt
 from drafttrain.evaluate.tune import (
     _findings,
@@ -27,7 +27,7 @@ from drafttrain.evaluate.tune import (
 )
 from drafttrain.nn.sampling import Sampling
 from drafttrain.nn.tree import DynamicTree
-from drafttrain.recipe import DataEntry, EvaluationConfig
+from drafttrain.recipe import EvaluationConfig
 from drafttrain.specdec.decode import generate
 from drafttrain.target import Target
 from tests.tiny_drafts import LONG, SelfProposer, agreeable_draft, make_target
@@ -220,14 +220,12 @@ def test_calibration_prompts_are_others(tmp_path):
     settings = EvaluationConfig(num_prompts=2, prompts=test)
     first, measured, name = tuning_prompts(target, settings, other)
     assert name == "test" and len(first) == len(measured) == 2
-    assert measured == load_prompts([DataEntry(path=test)], target, "auto", 2, 0)
-    assert first == load_prompts([DataEntry(path=other)], target, "auto", 2, 0)
+    assert measured == named_prompts(test, target, "auto", 2, 0, settings.max_new_tokens)
+    assert first == named_prompts(other, target, "auto", 2, 0, settings.max_new_tokens)
     every_second = tuning_prompts(target, settings)
-    four = load_prompts([DataEntry(path=test)], target, "auto", 4, 0)
+    four = named_prompts(test, target, "auto", 4, 0, settings.max_new_tokens)
     assert every_second[:2] == (four[1::2], four[::2])
     assert tuning_prompts(target, settings, test)[0] == []  # the same prompts: none is left to calibrate on
-    with pytest.raises(EvaluationError, match="no prompts to measure on"):
-        tuning_prompts(target, EvaluationConfig())
 
 
 def test_tune_draft_from_files(tmp_path):
