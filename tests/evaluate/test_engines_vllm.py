@@ -148,7 +148,7 @@ def test_a_worker_that_dies_midway_leaves_what_was_whole(stub, draft):
     ("mode", "message"),
     [
         ("fails", "status 3: ValueError: the draft's vocab_size is 7"),
-        ("error", "cannot import vllm. Mend: make engines"),
+        ("error", "cannot import vllm. Mend: make engine-venv"),
         ("silent", "no sign of life for 1 s"),
     ],
 )
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_the_worker_and_keeps_what_is_done(stub, draft):
 
 
 def test_what_cannot_be_run(stub, draft, tmp_path):
-    with pytest.raises(EngineError, match="cannot be run .*Mend: make engines"):
+    with pytest.raises(EngineError, match="cannot be run .*Mend: make engine-venv"):
         run(tmp_path / "nowhere", [draft])
     with pytest.raises(EngineError, match=r"holds no config\.json"):
         run(stub(), [EngineDraft("eagle3", tmp_path)])
