@@ -1,11 +1,15 @@
-"""What the command line's modules share: the --json flag, where tables and messages go."""
+"""What the command line's modules share: the --json flag, where tables and messages go, what a source is."""
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from drafttrain.errors import UserError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; messages go to stderr.")]
 
@@ -19,3 +23,50 @@ def say_for(as_json: bool) -> Callable[[str], None]:
     """Prints messages: on stdout, or on stderr where stdout is for JSON."""
     stream = sys.stderr if as_json else None
     return lambda message: print(message, file=stream, flush=True)
+
+
+class OptionError(UserError):
+    """A command-line value that cannot be read."""
+
+
+def open_source(source: str, target: str | None):
+    """(run folder, recipe or None, loaded target)."""
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.evaluate.report import EvaluationError
+    from drafttrain.target import load_target
+
+    run = RunFolder(Path(source))
+    recipe = run.recipe() if run.recipe_file.exists() else None
+    if recipe is None and target is None:
+        raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    return run, recipe, load_target(target) if target else load_target(**recipe.target.model_dump())
+
+
+def training_rows(recipe, run, target, say) -> list:
+    """The token ids a run was trained on; none, with a note, where they are not at hand."""
+    from drafttrain.data.conversations import DataError
+    from drafttrain.data.prepare import load_prepared
+
+    if recipe is None:
+        return []
+    try:
+        return [row["input_ids"] for row in load_prepared(recipe, run, target).rows["train"]]
+    except DataError as error:
+        say(f"note: the training data is not at hand, overlap is not measured ({error})")
+        return []
+
+
+def again(source: str, target: str | None) -> str:
+    """The arguments that name the same draft in the next command."""
+    return f"{source} --target {target}" if target else source
+
+
+def finish(report: dict, table, as_json: bool, last_line: str) -> None:
+    """Print the report and the last line; status 1 where it was cut short."""
+    if as_json:
+        print(json.dumps(report))
+    else:
+        table(report, console_for())
+    say_for(as_json)(last_line)
+    if report.get("interrupted"):
+        raise typer.Exit(1)

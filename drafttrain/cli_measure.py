@@ -1,13 +1,14 @@
 """The verbs that measure: evaluate, tune, compare, generate. Nothing but argument handling; cli.py registers them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from drafttrain.cli_common import AsJson, console_for, say_for
-from drafttrain.errors import UserError
+from drafttrain.cli_common import AsJson, OptionError, again, console_for, finish, open_source, say_for, training_rows
+from drafttrain.cli_engine import check_engine_options, evaluate_engine
 
 Source = Annotated[str, typer.Argument(help="A run folder, a draft folder or a hub id.", metavar="RUN|DIR")]
 TargetName = Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")]
@@ -35,10 +36,6 @@ Prompts = Annotated[
 NumPrompts = Annotated[int | None, typer.Option(help="How many prompts.")]
 MaxNewTokens = Annotated[int | None, typer.Option(help="Tokens to generate for each prompt.")]
 Output = Annotated[Path | None, typer.Option(help="Folder for the report.")]
-
-
-class OptionError(UserError):
-    """A command-line value that cannot be read."""
 
 
 def register(app: typer.Typer) -> None:
@@ -71,6 +68,8 @@ def _tree(text: str | None) -> dict | None:
             f"--tree is {text!r}; expected CHILDRENxNODES, e.g. 4x16, or a JSON file of rank paths such as "
             "[[0], [1], [0, 0]]"
         ) from error
+    if not isinstance(paths, list):
+        raise OptionError(f"{text} holds {paths!r}; expected rank paths such as [[0], [1], [0, 0]]")
     return {"paths": paths}
 
 
@@ -84,32 +83,6 @@ def _settings(recipe, **changes):
     if "tree" in changes:
         changes["tree"] = _tree(changes["tree"])
     return settings_with(recipe.evaluation if recipe else EvaluationConfig(), **changes)
-
-
-def _open(source: str, target: str | None):
-    """(run folder, recipe or None, loaded target)."""
-    from drafttrain.data.run_folder import RunFolder
-    from drafttrain.evaluate.report import EvaluationError
-    from drafttrain.target import load_target
-
-    run = RunFolder(Path(source))
-    recipe = run.recipe() if run.recipe_file.exists() else None
-    if recipe is None and target is None:
-        raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
-    return run, recipe, load_target(target) if target else load_target(**recipe.target.model_dump())
-
-
-def _training_rows(recipe, run, target, say) -> list:
-    from drafttrain.data.conversations import DataError
-    from drafttrain.data.prepare import load_prepared
-
-    if recipe is None:
-        return []
-    try:
-        return [row["input_ids"] for row in load_prepared(recipe, run, target).rows["train"]]
-    except DataError as error:
-        say(f"note: the training data is not at hand, overlap is not measured ({error})")
-        return []
 
 
 def evaluate(
@@ -138,6 +111,8 @@ def evaluate(
     engine_python: Annotated[
         Path, typer.Option(help="The interpreter of vLLM's own environment, where no server runs.")
     ] = Path(".venv-engines/bin/python"),
+    model: Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
@@ -163,60 +138,21 @@ def evaluate(
         policy_of(policy)
     if output is not None:
         check_writable(output)
-    if engine is not None or url is not None:
-        _evaluate_engine(source, target, given, engine, url, baseline_url, engine_python, output, as_json)
+    if engine is not None or url is not None or baseline_url is not None:
+        check_engine_options(given, typical or synthetic is not None, engine, url, baseline_url)
+        names = (engine, url, baseline_url, engine_python, model, api_key)
+        evaluate_engine(source, target, _settings, given, *names, output, as_json)
         return
-    run, recipe, loaded = _open(source, target)
+    run, recipe, loaded = open_source(source, target)
     settings = _settings(recipe, **given)
     tree_of(settings.tree)
-    if output is None and recipe is not None:
-        check_writable(run.path / "evaluation")
-    rows = _training_rows(recipe, run, loaded, say)
+    check_writable(output or (run.path / "evaluation" if recipe else Path("evaluation")))
+    rows = training_rows(recipe, run, loaded, say)
     report = evaluate_draft(source, loaded, settings, recipe=recipe, training_rows=rows, acceptance=acceptance, say=say)
     folder = output or (run.path / "evaluation" / report["prompts"]["name"] if recipe else Path("evaluation"))
     _, html = write_report(report, folder, read_log(run.log) if recipe else None)
-    _show(report, print_table, as_json)
-    say(f"report in {html}. Next: drafttrain tune {source}, or drafttrain export {source}")
-
-
-def _evaluate_engine(source, target, given, engine, url, baseline_url, python, output, as_json) -> None:
-    from drafttrain.data.run_folder import RunFolder
-    from drafttrain.evaluate.engine_run import evaluate_in_vllm, evaluate_served
-    from drafttrain.evaluate.report import print_table, write_report
-    from drafttrain.export.eagle3 import VLLM_WITHOUT_HOOKS
-
-    say = say_for(as_json)
-    if engine not in (None, "vllm", "sglang") or (url is None and engine != "vllm"):
-        raise OptionError(
-            f"--engine is {engine!r} with the url {url}; expected vllm, or vllm or sglang with --url http://host:port"
-        )
-    unread = [name for name in ("tree", "policy", "repeats") if given[name] is not None]
-    if unread:
-        raise OptionError(f"--{unread[0]} is not for engines: they draft as they were started. Mend: leave it out")
-    if url is not None:
-        run = RunFolder(Path(source))
-        recipe = run.recipe() if run.recipe_file.exists() else None
-        name = target or (recipe.target.name_or_path if recipe else source)
-        chat = recipe.data.chat if recipe else "auto"
-        options = {"baseline_url": baseline_url, "engine": engine, "chat": chat, "checkpoint": source, "say": say}
-        report = evaluate_served(url, name, _settings(recipe, **given), **options)
-    else:
-        run, recipe, loaded = _open(source, target)
-        impl = "transformers" if loaded.config.model_type in VLLM_WITHOUT_HOOKS else "auto"
-        rows = _training_rows(recipe, run, loaded, say)
-        options = {"python": python, "model_impl": impl, "recipe": recipe, "training_rows": rows, "say": say}
-        report = evaluate_in_vllm(source, loaded, _settings(recipe, **given), **options)
-    folder = output or (run.path / "evaluation" / f"{engine or 'server'}" if recipe else Path("evaluation"))
-    _, html = write_report(report, folder)
-    _show(report, print_table, as_json)
-    say(f"report in {html}. Next: drafttrain evaluate {source}, to compare with this package's loop")
-
-
-def _show(report: dict, table, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(report))
-    else:
-        table(report, console_for())
+    same = again(source, target)
+    finish(report, print_table, as_json, f"report in {html}. Next: drafttrain tune {same}, or export {same}")
 
 
 def tune(
@@ -248,6 +184,7 @@ def tune(
     """
     from drafttrain.evaluate.engine_settings import write_settings
     from drafttrain.evaluate.report import check_writable, write_report
+    from drafttrain.evaluate.run import tune_folder
     from drafttrain.evaluate.tune import print_tune, tune_draft
 
     say = say_for(as_json)
@@ -256,9 +193,9 @@ def tune(
     _settings(None, **given, concurrency=concurrency)
     if output is not None:
         check_writable(output)
-    run, recipe, loaded = _open(source, target)
+    run, recipe, loaded = open_source(source, target)
     settings = _settings(recipe, **given, concurrency=concurrency)
-    folder = output or (run.path / "evaluation" / "tune" if recipe else Path("tune"))
+    folder = output or tune_folder(source)
     check_writable(folder)
     report = tune_draft(
         source,
@@ -267,16 +204,22 @@ def tune(
         calibration=calibration,
         concurrency=settings.concurrency,
         recipe=recipe,
-        training_rows=_training_rows(recipe, run, loaded, say),
+        training_rows=training_rows(recipe, run, loaded, say),
         devices=[name.strip() for name in device.split(",")] if device else (),
         context=context,
         say=say,
     )
     _, html = write_report(report, folder)
-    files = [path for settings in report["tune"]["settings"].values() for path in write_settings(settings, folder)]
-    _show(report, print_tune, as_json)
+    shutil.rmtree(folder / "settings", ignore_errors=True)
+    files = []
+    for label, settings in report["tune"]["settings"].items():
+        place = folder / "settings" / label.replace(" ", "-")
+        place.mkdir(parents=True)
+        files += write_settings(settings, place)
+        for note in settings["notes"]:
+            say(f"{label}: {note}")
     written = f", engine settings in {', '.join(map(str, files))}" if files else ""
-    say(f"report in {html}{written}. Next: drafttrain export {source}")
+    finish(report, print_tune, as_json, f"report in {html}{written}. Next: drafttrain export {again(source, target)}")
 
 
 def compare(
@@ -294,10 +237,11 @@ def compare(
     output: Output = Path("comparison"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure several drafts of any kind on the same prompts, interleaved, with paired intervals of their differences.
+    """Measure several drafts on the same prompts, interleaved, with paired intervals of their differences.
 
     Example: drafttrain compare checkpoints/demo checkpoints/other --k 3,5
     """
+    from drafttrain.data.run_folder import RunFolder
     from drafttrain.evaluate.report import check_writable, print_table, write_report
     from drafttrain.evaluate.run import compare_drafts, labels_of
 
@@ -308,11 +252,15 @@ def compare(
     given |= {"max_new_tokens": max_new_tokens}
     _settings(None, **given)
     check_writable(output)
-    _, recipe, loaded = _open(sources[0], target)
-    report = compare_drafts(labels, loaded, _settings(recipe, **given), recipe=recipe, say=say)
+    _, recipe, loaded = open_source(sources[0], target)
+    rows: list = []
+    for source in sources:
+        run = RunFolder(Path(source))
+        rows += training_rows(run.recipe() if run.recipe_file.exists() else None, run, loaded, say)
+    settings = _settings(recipe, **given)
+    report = compare_drafts(labels, loaded, settings, recipe=recipe, training_rows=rows, say=say)
     _, html = write_report(report, output)
-    _show(report, print_table, as_json)
-    say(f"report in {html}. Next: drafttrain tune {sources[0]}")
+    finish(report, print_table, as_json, f"report in {html}. Next: drafttrain tune {again(sources[0], target)}")
 
 
 def generate(
@@ -338,15 +286,15 @@ def generate(
     from drafttrain.evaluate.colours import coloured, legend
     from drafttrain.evaluate.run import policy_of, tree_of
     from drafttrain.nn.sampling import Sampling
-    from drafttrain.recipe import TreeConfig
+    from drafttrain.recipe import parse_evaluation
     from drafttrain.specdec.decode import generate as decode
 
     say = say_for(as_json)
     if policy is not None:
         policy_of(policy)  # A name that is none is told before the target is loaded.
-    shape = tree_of(TreeConfig(**_tree(tree))) if tree else None
+    shape = tree_of(parse_evaluation({"tree": _tree(tree)}).tree) if tree else None
     sampling = Sampling(temperature, top_p, 0, seed, "one_hot" if tree else "probabilistic")
-    _, recipe, loaded = _open(source, target)
+    _, recipe, loaded = open_source(source, target)
     chat = "none" if raw else recipe.data.chat if recipe else "auto"
     ids = prompt_ids([{"role": "user", "content": prompt}], loaded.tokenizer, chat)
     draft = load_draft(source, loaded)
@@ -361,10 +309,11 @@ def generate(
         print(json.dumps({"text": answer.text, "tokens": answer.tokens, "finish": answer.finish, **facts}))
     else:
         console = console_for()
-        console.print(coloured(answer, loaded.tokenizer), highlight=False)
+        console.print(coloured(answer, loaded.tokenizer), highlight=False, soft_wrap=True)
         console.print()
         console.print(legend(max(answer.drafted, default=0)), highlight=False)
     say(
         f"{len(answer.tokens)} tokens in {counts.iterations} target passes (acceptance length "
-        f"{counts.mean_acceptance_length:.2f}), {speed:.1f} tokens/s. Next: drafttrain evaluate {source}"
+        f"{counts.mean_acceptance_length:.2f}), {speed:.1f} tokens/s. "
+        f"Next: drafttrain evaluate {again(source, target)}"
     )

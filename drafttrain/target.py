@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from drafttrain.nn.cache import RaggedCache, additive, visible, visible_tree
-from drafttrain.nn.tree import ancestors, depths
+from drafttrain.nn.tree import ancestors, deepest, depths
 from drafttrain.target_files import (
     TargetError,
     add_part,
@@ -27,13 +27,12 @@ from drafttrain.target_files import (
     choose_dtype,
     find_folder,
     fingerprint_folder,
-    first_value,
     load_tokenizer,
-    logit_shape,
     read_config,
     read_model,
     read_tokenizer,
 )
+from drafttrain.target_head import TargetHead, first_value, logit_shape
 
 __all__ = [
     "Target",
@@ -88,45 +87,6 @@ class TargetStep:
     logits: Tensor
     features: Tensor | None
     last_hidden: Tensor
-
-
-class TargetHead:
-    """Final norm, chosen head rows, then logit scale or soft-cap, of a frozen target.
-
-    norm: the model's own final norm; weight [R, Ht]; bias [R] or None; softcap c: c * tanh(z / c); scale: z * scale;
-    normed: hidden states given to __call__ have the final norm behind them already. Tensors are plain attributes: they
-    enter no state dict, optimizer or DDP when a draft holds the head."""
-
-    def __init__(
-        self,
-        norm: nn.Module,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        normed: bool = False,
-    ):
-        self.norm, self.weight, self.bias = norm, weight, bias
-        self.softcap, self.scale, self.input_normed = softcap, scale, normed
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [.., Ht] -> logits [.., R] in the weight's dtype."""
-        return self.logits(hidden if self.input_normed else self.normed(hidden))
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """The final norm alone: [.., Ht] -> [.., Ht] in the weight's dtype."""
-        return self.norm(hidden.to(self.weight.device, self.weight.dtype))
-
-    def logits(self, normed: Tensor) -> Tensor:
-        """The rest: normed [.., Ht] -> logits [.., R]. Flat and contiguous first: a bf16 input with odd strides, even
-        of a dimension of size 1, takes a path many times slower into a head of 262k rows on CPUs."""
-        flat = normed.to(self.weight.device, self.weight.dtype).reshape(-1, normed.shape[-1]).contiguous()
-        logits = F.linear(flat, self.weight, self.bias).view(*normed.shape[:-1], -1)
-        if self.scale is not None:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
 
 
 class Target:
@@ -185,6 +145,11 @@ class Target:
             sums = (parameter.double().sum().item(), parameter.double().square().sum().item())
             add_part(digest, name, repr((tuple(parameter.shape), *sums)).encode())
         return digest.hexdigest()
+
+    @cached_property
+    def spread(self) -> bool:
+        """Whether the weights lie on several devices."""
+        return len({parameter.device for parameter in self.model.parameters()}) > 1
 
     @property
     def title(self) -> str:
@@ -263,7 +228,7 @@ class Target:
         sits at the position of its depth; call cache.gather with the accepted columns before raising the lengths."""
         lengths = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else lengths
         depth = None if parents is None else F.pad(depths(parents), (1, 0))
-        reach = lengths if depth is None else depth.amax(1) + 1
+        reach = lengths if depth is None else deepest(depth, lengths) + 1
         self.check_positions(int((cache.lengths + reach).max()))  # Padding of a long row may reach further.
         positions = cache.begin(tokens.shape[1])
         if depth is None:
@@ -296,7 +261,7 @@ class Target:
                 input_ids=tokens, position_ids=positions, attention_mask=masks, cache=cache, use_cache=True
             ).last_hidden_state
         logits = self._full_head.logits(normed if chosen is None else normed[chosen][:, None])
-        features = torch.cat([states[k] for k in layers], -1) if layers else None
+        features = torch.cat([states[k].to(self.device) for k in layers], -1) if layers else None
         return logits, features, states[self.num_layers]
 
     @cached_property

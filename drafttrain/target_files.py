@@ -13,7 +13,6 @@ import struct
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -382,20 +381,3 @@ def add_part(digest, name: str, content: bytes) -> None:
     """Feed one named part with its length, so that parts cannot run into each other."""
     digest.update(f"{name}:{len(content)}:".encode())
     digest.update(content)
-
-
-def logit_shape(values: dict) -> tuple[float | None, float | None]:
-    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's divisor."""
-    softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")
-    scale = values.get("logit_scale") or values.get("lm_head_multiplier")
-    if values.get("logits_scaling"):
-        scale = 1.0 / values["logits_scaling"]
-    return softcap, None if scale == 1.0 else scale
-
-
-def first_value(values: dict, names: Sequence[str], what: str):
-    """The first of the named config values that is there."""
-    for name in names:
-        if values.get(name) is not None:
-            return values[name]
-    raise TargetError(f"config.json does not say {what}. Expected one of {', '.join(names)}.")

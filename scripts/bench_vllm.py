@@ -5,7 +5,8 @@
 Both sides ignore stop tokens and count accepted drafts per round that drafted (vLLM's num_drafts). Agreement: the 95%
 interval (bootstrap over prompts, paired) of the relative difference of the acceptance length lies within +-5%, and
 each position's acceptance within +-.04. The declaration is written before anything is measured; an existing output is
-never overwritten. Exits with 1 on disagreement. vLLM lives in its own environment (`make engine-venv`). About 15 minutes
+never overwritten. Exits with 1 on disagreement. vLLM lives in its own environment (`make engine-venv`). float32 is the
+default: in bfloat16 the engines' texts part at ties, and acceptance is then that of different texts. About 15 minutes
 on two CPU cores. The prompts may begin functions that the draft has seen: it is the difference that counts here.
 """
 
@@ -107,8 +108,8 @@ def measure_ours(target: Target, prompts, proposer: Proposer | None, k: int, cou
 def measure_vllm(
     python: Path, target: Target, draft: Path, prompts, k: int, count: int, plain_tokens
 ) -> dict[str, Any]:
-    """vLLM's report on the same prompts: its plain run, then the draft's."""
-    with progress_bar("vLLM", 2 * len(prompts)) as update:
+    """vLLM's report on the same prompts: its plain run where ours are given, then the draft's."""
+    with progress_bar("vLLM", (2 if plain_tokens else 1) * len(prompts)) as update:
         report = evaluate_vllm(
             python,
             target.folder,
@@ -116,6 +117,8 @@ def measure_vllm(
             prompts,
             k=[k],
             max_new_tokens=count,
+            dtype=str(target.dtype).removeprefix("torch."),
+            plain=plain_tokens is not None,
             model_impl="transformers" if target.config.model_type in VLLM_WITHOUT_HOOKS else "auto",
             target_name=target.title,
             fingerprint=target.fingerprint,
@@ -154,6 +157,13 @@ def print_result(result: Mapping[str, Any]) -> None:
         print(line)
 
 
+def texts(ours: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """How many of the drafted texts are the same in both."""
+    theirs = report["runs"][-1]["per_prompt"]["tokens"]
+    same = sum(a == b for a, b in zip(ours["tokens"], theirs, strict=True))
+    return f"drafted texts: {same} of {len(theirs)} the same in both"
+
+
 def beside(ours: Mapping[str, Any], plain: Mapping[str, Any], report: Mapping[str, Any]) -> list[str]:
     """Speeds and texts, for the reader; the verdict does not depend on them."""
 
@@ -177,30 +187,38 @@ def main(
     prompts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 64,
     k: Annotated[int, typer.Option(help="Drafts a round.", min=1)] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)] = 64,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, on both sides.")] = "float32",
+    plain: Annotated[bool, typer.Option(help="Plain decoding in both too: speedups, and the plain texts.")] = True,
     engine_python: Annotated[Path, typer.Option(help="vLLM's Python.")] = Path(".venv-engines/bin/python"),
     output: Annotated[Path, typer.Option(help="The JSON to write; must not exist.")] = Path("bench_vllm.json"),
 ) -> None:
     """Measure the same draft in our evaluator and in vLLM, and compare acceptance."""
     if output.exists():
         raise EngineError(f"{output} exists; a declared run is made once. Mend: give another --output, or move it away")
-    loaded = load_target(target) if target else demo_target()
-    proposer = load_draft(draft, loaded).proposer(loaded)
+    for path, what in ((engine_python, "vLLM's Python (make engine-venv)"), (output.absolute().parent, "a folder")):
+        if not path.exists():
+            raise EngineError(f"{path} is not there; expected {what}")
+    loaded = load_target(target or str(demo_target().folder), dtype=dtype)
+    proposer = load_draft(draft, loaded, loaded.dtype).proposer(loaded)
     declared = {
         "target": {"name": loaded.title, "fingerprint": loaded.fingerprint},
         "draft": str(draft),
         **{"prompts": prompts, "prompt_seed": SEED, "k": k, "max_new_tokens": max_new_tokens, "temperature": 0.0},
+        "dtype": dtype,
         "criterion": {"tau_interval_within": TAU_WITHIN, "positions_within": POSITION_WITHIN},
         "command": " ".join(sys.argv),
     }
     write_json(output, {"declared": declared})
     print(f"declared in {output}: {json.dumps(declared)}", flush=True)
     ids = make_prompts(loaded, prompts)
-    plain = measure_ours(loaded, ids, None, k, max_new_tokens, "plain")
+    reference = measure_ours(loaded, ids, None, k, max_new_tokens, "plain") if plain else None
     ours = measure_ours(loaded, ids, proposer, k, max_new_tokens, f"eagle3 k={k}")
-    report = measure_vllm(engine_python, loaded, find_draft(draft), ids, k, max_new_tokens, plain["tokens"])
-    result = agreement(ours, report["runs"][1]["per_prompt"], k)
-    result["beside"] = beside(ours, plain, report)
-    write_json(output, {"declared": declared, **result, "per_prompt": {"ours": ours, "plain": plain}, "report": report})
+    tokens = reference["tokens"] if reference else None
+    report = measure_vllm(engine_python, loaded, find_draft(draft), ids, k, max_new_tokens, tokens)
+    result = agreement(ours, report["runs"][-1]["per_prompt"], k)
+    result["beside"] = [texts(ours, report), *(beside(ours, reference, report) if reference else [])]
+    per_prompt = {"ours": ours, "plain": reference}
+    write_json(output, {"declared": declared, **result, "per_prompt": per_prompt, "report": report})
     print_result(result)
     print(f"{'agreement' if result['agrees'] else 'DISAGREEMENT'}; all figures in {output}")
     if not result["agrees"]:

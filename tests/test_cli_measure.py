@@ -98,6 +98,11 @@ def test_tune_writes_a_report_and_engine_settings(cli, run) -> None:
     assert report["tune"]["calibration"]["prompts"] and set(report["tune"]["best"]) == {"1", "2"}
     drafted = [record for record in report["runs"] if record["draft"] != "none"]
     assert drafted and all("predicted" in record for record in drafted)
+    settings_written = {path.relative_to(folder / "settings").parts[0] for path in folder.glob("settings/*/*")}
+    assert settings_written <= {"n-gram", "eagle3"}
+    for path in folder.glob("settings/eagle3/vllm-speculative.json"):
+        assert json.loads(path.read_text())["model"] == str(run / "draft")
+    assert "On other devices" in (folder / "report.html").read_text()
     assert (folder / "report.html").exists()
     status, out, err = cli("evaluate", run, "--k", "2", "--policy", "goodput", "--output", run / "good", "--json")
     assert status == 0, err
@@ -151,11 +156,33 @@ def test_evaluate_a_server(cli, run, tmp_path) -> None:
         (["--engine", "tgi"], ["--engine is 'tgi'"]),
         (["--engine", "sglang"], ["with --url"]),
         (["--engine", "vllm", "--url", "http://127.0.0.1:9", "--output", "nowhere"], ["127.0.0.1:9"]),
-        (["--engine", "vllm", "--tree", "2x4"], ["--tree is not for engines"]),
+        (["--engine", "vllm", "--tree", "2x4"], ["--tree is not for a running engine"]),
+        (["--engine", "vllm", "--typical"], ["--typical or --synthetic is not for"]),
+        (["--engine", "vllm", "--temperature", "0,1"], ["expected one value"]),
+        (["--engine", "vllm", "--engine-python", "nowhere/python"], ["make engine-venv"]),
+        (["--url", "http://127.0.0.1:9", "--k", "2"], ["--k is not for a running engine"]),
+        (["--baseline-url", "http://127.0.0.1:9"], ["expected --url too"]),
     ],
 )
 def test_what_evaluate_refuses(cli, run, options, parts) -> None:
     refused(cli("evaluate", run, *options), *parts)
+
+
+@pytest.mark.parametrize("text", ["null", "5", '{"a": 1}', '[["a"]]', "[[1]]", "nonsense"])
+def test_tree_files_that_hold_no_tree(cli, run, tmp_path, text) -> None:
+    path = tmp_path / "tree.json"
+    path.write_text(text)
+    refused(cli("evaluate", run, "--tree", path))
+    refused(cli("generate", run, "w1", "--tree", path))
+
+
+def test_dynamic_trees_are_left_out_where_drafts_are_drawn(cli, run, tmp_path) -> None:
+    options = ["--tree", "2x4", "--temperature", "0,0.8", "--draft-mode", "probabilistic", "--output", tmp_path]
+    status, out, err = cli("evaluate", run, *options, "--json")
+    assert status == 0, err
+    assert "dynamic trees are left out" in err
+    trees = [record for record in json.loads(out)["runs"] if record["tree"]]
+    assert {record["mode"] for record in trees} == {"greedy"}
 
 
 def test_goodput_without_costs(cli, run, tmp_path) -> None:

@@ -25,6 +25,11 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 "tokens. Expected at most as many. Mend: a narrower tree."
             )
 
+    def reserve(self, batch: int, room: int, k: int) -> None:
+        """As in Proposer; the tree's own rows need room too, beyond what the target verifies."""
+        inner = self.tree.topk * (k - 1) if isinstance(self.tree, DynamicTree) else self.tree.nodes
+        super().reserve(batch, room + inner + k + 1, k)
+
     def begin(self, step: TargetStep, next_token: Tensor, sampling: Sampling, streams: Streams) -> None:
         if sampling.draws_drafts and isinstance(self.tree, DynamicTree):
             raise DraftError(

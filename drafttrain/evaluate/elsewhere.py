@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.drafts.eagle3_config import Eagle3Config
-from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.roofline import Roofline, find_device, predict
 from drafttrain.target import Target
 
@@ -22,7 +21,7 @@ def rooflines(
     """For each device and draft, `predict` with the acceptance of its deepest greedy chain at the smallest concurrency.
 
     shapes: {kind as in the report: the draft's config, None for lookup}. context: cached tokens of a request.
-    RooflineError for a device or target that has no numbers, EvaluationError when nothing was drafted.
+    Nothing for a draft that was never accepted. RooflineError for a device or target that has no numbers.
     """
     found = []
     for name in devices:
@@ -33,8 +32,6 @@ def rooflines(
                 rates = run["per_position_acceptance"]
                 predicted = predict(roofline, target.config, shape, rates, context=context)
                 found.append({"label": run["label"], "context": context, "per_position_acceptance": rates, **predicted})
-    if devices and not found:
-        raise EvaluationError("no draft was accepted, so there is nothing to predict. Mend: measure with more prompts")
     return found
 
 

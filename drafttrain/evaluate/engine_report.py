@@ -263,6 +263,7 @@ def _per_prompt(answers: Sequence[Answer]) -> dict[str, list]:
             name: [None if one is None else getattr(one, name) for one in counts]
             for name in ("draft_rounds", "accepted", "reached")
         },
+        "tokens": [answer.tokens for answer in answers],
         "decoded": [answer.decoded for answer in answers],
         "seconds": [answer.seconds for answer in answers],
     }

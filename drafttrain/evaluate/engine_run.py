@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
-from drafttrain.evaluate.engines import EngineDraft, evaluate_server, evaluate_vllm
+from drafttrain.evaluate.engines import ROOM, EngineDraft, EngineError, evaluate_server, evaluate_vllm
 from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
-from drafttrain.evaluate.run import gather_prompts, samplings_of
+from drafttrain.evaluate.run import gather_prompts, load_prompts, samplings_of
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.recipe import EvaluationConfig, Recipe
 from drafttrain.specdec.decode import generate
@@ -30,30 +31,43 @@ class _Reader:
 
 def evaluate_served(
     url: str,
-    tokenizer_folder: str | Path,
+    source: str | Path,
+    tokenizer_of: str | Path,
     settings: EvaluationConfig,
     *,
     baseline_url: str | None = None,
     engine: str | None = None,
-    chat: str = "auto",
-    checkpoint: str | None = None,
+    model: str | None = None,
+    api_key: str | None = None,
+    recipe: Recipe | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The report of a running server, at the first temperature and concurrency of the settings. Prompts become ids
-    here, with the tokenizer of the folder or hub id; of conversations only the first turn is asked.
+    """The report of a server that runs the draft `source`, at the one temperature and concurrency of the settings.
+
+    Prompts become ids here, with the tokenizer of the target `tokenizer_of` (hub id, folder or .gguf file): those of
+    evaluation.prompts, the recipe's data.test or the built-in set; of conversations only the first turn is asked.
     """
-    reader = _Reader(str(tokenizer_folder), load_tokenizer(str(tokenizer_folder)))
-    name = settings.prompts or "builtin"
-    rows = load_prompt_set(name, settings.num_prompts, settings.seed)
-    prompts = [Prompt(tuple(prompt_tokens(row, reader, chat)), row.category, row.id) for row in rows]
+    kind = draft_method(find_draft(source))
+    reader = _Reader(str(tokenizer_of), load_tokenizer(str(tokenizer_of)))
+    chat = recipe.data.chat if recipe else "auto"
+    if recipe and recipe.data.test and not settings.prompts:
+        name = "test"
+        prompts = load_prompts(recipe.data.test, reader, chat, settings.num_prompts, settings.seed)
+    else:
+        name = settings.prompts or "builtin"
+        rows = load_prompt_set(name, settings.num_prompts, settings.seed)
+        prompts = [Prompt(tuple(prompt_tokens(row, reader, chat)), row.category, row.id) for row in rows]
     say(f"asking {url}: {len(prompts)} prompts, {settings.concurrency[0]} at a time, stop tokens ignored")
     with progress_bar("asking", len(prompts) * (2 if baseline_url else 1)) as update:
         return evaluate_server(
             url,
             prompts,
             baseline_url=baseline_url,
+            draft=kind,
             engine=engine,
-            checkpoint=checkpoint,
+            model=model,
+            api_key=api_key,
+            checkpoint=str(source),
             max_new_tokens=settings.max_new_tokens,
             concurrency=settings.concurrency[0],
             sampling=samplings_of(settings)[0],
@@ -73,18 +87,34 @@ def evaluate_in_vllm(
     training_rows: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """The report of vLLM run by the interpreter `python`, at the first temperature and concurrency of the settings;
-    greedy text is compared with our own plain decoding.
+    """The report of vLLM run by the interpreter `python`, at the one temperature and concurrency of the settings.
+
+    Greedy text is compared with our own plain decoding; the target leaves the device before vLLM starts. EngineError
+    where there is no such interpreter.
     """
-    name, prompts = gather_prompts(settings, recipe, target, say)
-    sampling = samplings_of(settings)[0]
+    if not python.exists():
+        raise EngineError(
+            f"{python} is not there. Expected the Python of vLLM's environment. Mend: make engine-venv, or "
+            "--engine-python PATH"
+        )
     folder = find_draft(source)
+    draft_method(folder)
+    name, gathered = gather_prompts(settings, recipe, target, say)
+    room = target.max_positions - settings.max_new_tokens - max(settings.k) - ROOM
+    prompts = [prompt for prompt in gathered if len(prompt.ids) <= room]
+    if len(prompts) < len(gathered):
+        say(f"left out: {len(gathered) - len(prompts)} prompts of more than {room} tokens")
+    sampling = samplings_of(settings)[0]
     drafts = [EngineDraft(draft_method(folder), folder), *([NGRAM] if settings.ngram else [])]
     plain = None
     if sampling.greedy:
         say(f"our own plain decoding of {len(prompts)} prompts, to compare the text with")
         options = {"max_new_tokens": settings.max_new_tokens, "stop_ids": ()}
         plain = [generate(target, [prompt.ids], **options).generations[0].tokens for prompt in prompts]
+    if target.device.type == "cuda":
+        target.captured.clear()
+        target.model.to("cpu")
+        torch.cuda.empty_cache()
     count = 1 + len(drafts) * len(settings.k)
     say(f"vLLM: {len(prompts)} prompts x {count} configurations, a process for each, stop tokens ignored")
     with progress_bar("asking", len(prompts) * count) as update:

@@ -48,16 +48,14 @@ class EngineServer:
                     "give the address of a vLLM or SGLang server"
                 )
         if model is not None and model not in names:
-            raise EngineError(
-                f"{server.url} serves {', '.join(names)}, not {model!r}. Mend: name one of them, or leave the name out"
-            )
+            raise EngineError(f"{server.url} serves {', '.join(names)}, not {model!r}. Mend: --model with one of these")
         page = server.get("/metrics")
         metrics = Metrics.parse(page or "")
         told = next((name for name in ENGINES if metrics.has(f"{name}:")), models[0].get("owned_by"))
         engine = engine or told
         if engine not in ENGINES:
             raise EngineError(
-                f"{server.url} is served by {engine!r}; expected vllm or sglang. Mend: say which of them it is"
+                f"{server.url} is served by {engine!r}; expected vllm or sglang. Mend: --engine vllm or --engine sglang"
             )
         one = cls(server, engine, None, model or names[0], metrics.has(f"{engine}:"), None)
         one._describe(metrics)
@@ -182,6 +180,8 @@ class EngineServer:
         # SGLang counts no accepted drafts. Each verify call yields them and one token more, the prefill one token; what
         # max_new_tokens cut from the last round is not seen.
         rounds = _rise(before, after, SGLANG_VERIFY)
+        if not rounds:
+            return EngineCounts(0, 0, 0, (), delivered - 1 if single else None)
         self.notes.add("accepted drafts derived from sglang:spec_verify_calls and the tokens delivered: a lower bound")
         return EngineCounts(rounds, None, max(delivered - len(answers) - rounds, 0), None, rounds if single else None)
 

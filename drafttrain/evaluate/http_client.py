@@ -45,13 +45,13 @@ class Server:
             raise EngineError(f"the server's address is {self.url!r}; expected one like http://localhost:8000")
 
     def get(self, path: str) -> str | None:
-        """The body of GET path; None where the server has no such page (404). EngineError for anything else."""
+        """The body of GET path; None where the server has or gives no such page. EngineError where it says why not."""
         connection, response = self._request("GET", path)
         try:
             body = _read(response, self.url)
         finally:
             connection.close()
-        if response.status == 404:
+        if response.status in (404, 405, 501):
             return None
         _check(response.status, body, f"GET {path}", self.url)
         return body
@@ -91,7 +91,10 @@ class Server:
                 text = line.removeprefix(b"data:").strip().decode()
                 if text == "[DONE]":
                     return
-                event = json.loads(text)
+                try:
+                    event = json.loads(text)
+                except json.JSONDecodeError as error:
+                    raise EngineError(f"{self.url} sent {text[:BODY_SHOWN]!r}; expected JSON events") from error
                 if "error" in event:
                     raise EngineError(f"{self.url} gave up on a prompt: {json.dumps(event['error'])[:BODY_SHOWN]}")
                 yield now, event
@@ -138,13 +141,21 @@ def _check(status: int, body: str, what: str, url: str) -> None:
         return
     mends = {
         400: "the message says which setting the server refuses: shorten the prompt, or lower max_new_tokens",
-        401: "give the server's API key",
-        403: "give the server's API key",
+        401: "give the server's key: --api-key, or OPENAI_API_KEY in the environment",
+        403: "give the server's key: --api-key, or OPENAI_API_KEY in the environment",
         404: "check the model's name (see /v1/models) and the address",
         422: "the message says which field this server does not know; try another release of it",
     }
     mend = mends.get(status, "see the server's log")
     raise EngineError(f"{what} at {url} answered {status}: {body.strip()[:BODY_SHOWN]}. Mend: {mend}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -159,7 +170,7 @@ class Metrics:
         found = []
         for line in text.splitlines():
             match = SAMPLE.match(line)
-            if match and not line.startswith("#"):
+            if match and not line.startswith("#") and _is_number(match[3]):
                 found.append((match[1], dict(LABEL.findall(match[2] or "")), float(match[3])))
         return cls(tuple(found))
 

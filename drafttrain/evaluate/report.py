@@ -122,12 +122,13 @@ def render_html(report: Mapping[str, Any], training_log: Sequence[Mapping[str, A
             predicted=predicted,
             prediction_plot=report_sweeps.prediction_plot(predicted["rows"], series) if predicted else None,
             tuned=report_tables.tuned(report),
+            rooflines=report_tables.rooflines(report),
             series=series,
             training=report_plots.training_plots(training_log or ()),
             divergences=found[:DIVERGENCES_SHOWN],
             divergence_count=len(found),
             certificate=certificate,
-            glossary=report_words.GLOSSARY,
+            glossary=report_words.glossary(report["runs"]),
             recipe=yaml.safe_dump(report["provenance"]["recipe"] or {}, sort_keys=False),
         )
     )

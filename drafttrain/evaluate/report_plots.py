@@ -187,7 +187,7 @@ def _speeds(group: Group, series: Mapping[str, Series], note: str) -> Plot | Non
             axes.axvline(runs[0]["tokens_per_second"]["median"], color=SENTINELS["plain"], linewidth=1, linestyle=":")
         axes.set_xlabel(f"decoded tokens per second{' and request' if (runs[0].get('concurrency') or 1) > 1 else ''}")
         svg = to_svg(figure, f"Decoded tokens per second by run, {group.title}.")
-        caption = f"Median over passes, with minimum and maximum; dotted: plain decoding.{note}"
+        caption = f"Median over prompts, with minimum and maximum; dotted: plain decoding.{note}"
         return Plot("Tokens per second", caption, svg)
 
 

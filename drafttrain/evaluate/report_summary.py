@@ -27,7 +27,7 @@ RUN_KEYS = (
     *("mean_acceptance_length", "per_position_acceptance", "conditional_acceptance", "intervals", "tokens_per_second"),
     *("end_to_end_tokens_per_second", "ttft", "speedup", "ideal_speedup", "c", "v", "o", "seconds", "categories"),
     *("identical_to_plain", "divergences", "policy", "lossy", "synthetic", "draft_lengths", "rounds", "itl"),
-    *("peak_memory_bytes", "predicted", "prompts", "notes"),
+    *("peak_memory_bytes", "predicted", "prompts", "notes", "denominator"),
 )
 SECTION_KEYS = {
     "target": ("name", "fingerprint"),

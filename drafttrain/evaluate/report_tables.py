@@ -149,6 +149,11 @@ def tuned(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def rooflines(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What rooflines predict for devices that are not here, as evaluate/elsewhere.py leaves it."""
+    return list((report["tune"] or {}).get("roofline") or ())
+
+
 def comparisons(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Paired differences of two drafts: {"a", "b": labels, "marks", "setting", "tau", "tau_interval", "tau_verdict",
     "ratio", "ratio_interval", "ratio_verdict"}, a verdict being (words, status).

@@ -61,7 +61,8 @@ def gather_prompts(
         name = settings.prompts or "builtin"
         count, seed = settings.num_prompts, settings.seed
         prompts = named_prompts(name, target, chat, count, seed, settings.max_new_tokens, say)
-        return (Path(name).stem if Path(name).exists() else name.replace(":", "-").replace(",", "-")), prompts
+        path = Path(name).expanduser()
+        return (path.resolve().stem if path.exists() else name.replace(":", "-").replace(",", "-")), prompts
     entries = recipe.data.test
     prompts = load_prompts(entries, target, chat, settings.num_prompts, settings.seed)
     return Path(entries[0].path or entries[0].dataset).stem, prompts
@@ -100,15 +101,21 @@ def policy_of(text: str, source: str | Path = "", label: str = "") -> Callable[[
     factory = parse_policy(text)
     if text.strip() != "goodput":
         return lambda concurrency: factory(None)
-    costs = tuned_costs(Path(source) / "evaluation" / "tune" / "report.json", label)
+    costs = tuned_costs(tune_folder(source) / "report.json", label)
     return lambda concurrency: factory(costs[min(costs, key=lambda rows: abs(rows - concurrency))] if costs else None)
+
+
+def tune_folder(source: str | Path) -> Path:
+    """Where `drafttrain tune` writes, and goodput looks, unless told otherwise: in a run's folder, else ./tune."""
+    run = RunFolder(Path(source))
+    return run.path / "evaluation" / "tune" if run.recipe_file.exists() else Path("tune")
 
 
 def tuned_costs(path: Path, label: str) -> dict[int, Costs]:
     """{concurrency: costs} of a draft in a report of `drafttrain tune`; empty where there is none."""
     if not path.is_file():
         return {}
-    costs = json.loads(path.read_text(encoding="utf-8"))["tune"]["costs"]
+    costs = json.loads(path.read_text(encoding="utf-8")).get("tune", {}).get("costs", {})
     return {int(rows): Costs(**table[label]) for rows, table in costs.items() if label in table}
 
 
@@ -153,13 +160,14 @@ def compare_drafts(
     settings: EvaluationConfig,
     *,
     recipe: Recipe | None = None,
+    training_rows: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """The report of several drafts of any kind on the same prompts, with paired differences ("comparisons")."""
     candidates = [NGRAM] if settings.ngram else []
     for label, source in sources.items():
         candidates += draft_candidates(label, load_draft(source, target), source, target, settings)
-    return _measure(target, candidates, settings, recipe, (), True, say)
+    return _measure(target, candidates, settings, recipe, training_rows, True, say)
 
 
 def labels_of(sources: Sequence[str]) -> dict[str, str]:
@@ -180,6 +188,8 @@ def labels_of(sources: Sequence[str]) -> dict[str, str]:
 def _measure(target, candidates, settings: EvaluationConfig, recipe, training_rows, compare: bool, say) -> dict:
     name, prompts = gather_prompts(settings, recipe, target, say)
     samplings = samplings_of(settings)
+    if any(isinstance(c.tree, DynamicTree) for c in candidates) and any(s.draws_drafts for s in samplings):
+        say("dynamic trees are left out where drafts are drawn: their children are chosen by probability")
     count = len(configurations(candidates, settings.k, samplings)) * settings.repeats
     total = sum(count * -(-len(prompts) // rows) for rows in set(settings.concurrency))
     say(f"evaluating {len(prompts)} prompts x {count * len(set(settings.concurrency))} configurations, interleaved")

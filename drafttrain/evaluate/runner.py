@@ -21,7 +21,7 @@ from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.statistics import ngram_overlap
 from drafttrain.evaluate.summary import Results, summarise
 from drafttrain.nn.sampling import Sampling
-from drafttrain.nn.tree import Tree
+from drafttrain.nn.tree import DynamicTree, Tree
 from drafttrain.specdec.certificate import certificate as certify
 from drafttrain.specdec.certificate import record_logits
 from drafttrain.specdec.decode import Decoded, generate
@@ -128,8 +128,9 @@ def evaluate(
     options = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids, "capture": capture}
     measured = _Measurement(target, chosen, runs, options, progress)
     interrupted = measured.run(repeats)
+    left_out = sorted({run.label for run in runs if not run.results.generations})
     runs = [run for run in runs if run.results.generations]
-    prompts_done = max(run.results.prompts for run in runs)
+    prompts_done = min(run.results.prompts for run in runs)
     summaries = [summarise(target, run, _baseline(runs, run), chosen) for run in runs]
     logits = record_logits(target, [prompt.ids for prompt in chosen]) if certificate else None
     return {
@@ -149,6 +150,7 @@ def evaluate(
         **({"comparisons": comparisons(runs, chosen)} if compare else {}),
         "certificate": certify(logits) if certificate else {},
         "interrupted": interrupted,
+        **({"notes": [f"not measured: {', '.join(left_out)} at more requests at a time"]} if left_out else {}),
         "provenance": {"command": " ".join(sys.argv), "versions": _versions(), "recipe": dict(recipe or {})},
     }
 
@@ -289,7 +291,9 @@ def configurations(
     for sampling in samplings:
         out.append((None, 0, sampling))
         for candidate in candidates:
-            if sampling.greedy or not (candidate.greedy_only and any_greedy):
+            # A dynamic tree's children are chosen by probability: exact only for drafts that are not drawn.
+            drawn_tree = isinstance(candidate.tree, DynamicTree) and sampling.draws_drafts
+            if not drawn_tree and (sampling.greedy or not (candidate.greedy_only and any_greedy)):
                 out += [(candidate, k, sampling) for k in candidate.ks or ks]
     return out
 
@@ -302,7 +306,8 @@ def _plan(
         for candidate, k, sampling in configurations(candidates, ks, samplings):
             proposer = None if candidate is None else candidate.make()
             policy = candidate.policy(rows) if candidate is not None and candidate.policy else None
-            run = _Run("", candidate, k, sampling, rows, proposer, policy)
+            results = Results(adaptive=policy is not None)
+            run = _Run("", candidate, k, sampling, rows, proposer, policy, results)
             run.id = re.sub(r"[^\w.>=<()-]+", "-", run.label.replace("k=", "k")) + _suffix(sampling)
             run.id += f"-c{rows}" if rows > 1 else ""
             if proposer is not None and proposer.max_k is not None and k > proposer.max_k:

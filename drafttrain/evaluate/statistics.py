@@ -1,4 +1,4 @@
-"""Pooled rates and their bootstrap intervals over prompts, and the costs c, v and o of a configuration."""
+"""Bootstrap intervals over prompts of pooled rates and their differences; prompts that overlap with training data."""
 
 from collections.abc import Sequence
 

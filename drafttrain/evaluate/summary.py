@@ -27,6 +27,8 @@ class Results:
     rounds: int = 0
     batches: int = 0
     peak_memory: int | None = None
+    adaptive: bool = False
+    """A policy carries what it has learned from pass to pass, so that later passes do not repeat the first."""
 
     def add(self, indices: Sequence[int], done: Decoded, peak_memory: int | None) -> None:
         """A batch; its rows beyond `indices` only filled it up and are dropped."""
@@ -45,9 +47,9 @@ class Results:
 
     @property
     def counts(self) -> Counts:
-        """Pooled over the first pass: later ones repeat it token by token."""
+        """Pooled over the first pass, which later ones repeat token by token; over all of them for a policy."""
         total = Counts()
-        for generation in self.generations[: self.prompts]:
+        for generation in self.generations if self.adaptive else self.generations[: self.prompts]:
             total.add(generation.counts)
         return total
 

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from drafttrain.data.conversations import DataError
 from drafttrain.data.progress import progress_bar
-from drafttrain.drafts.loading import load_draft
+from drafttrain.drafts.loading import find_draft, load_draft
 from drafttrain.evaluate.cost import CostModel, break_even, model_from_runs
 from drafttrain.evaluate.elsewhere import print_rooflines, rooflines
 from drafttrain.evaluate.engine_settings import SGLANG_ALGORITHMS, VLLM_METHODS, engine_settings
 from drafttrain.evaluate.report import EvaluationError
-from drafttrain.evaluate.roofline import find_device
+from drafttrain.evaluate.roofline import find_device, shape_of
 from drafttrain.evaluate.run import gather_prompts, load_prompts, named_prompts, samplings_of
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt, configurations, evaluate
 from drafttrain.nn.cache import RaggedCache
@@ -116,6 +116,11 @@ def calibrate(
     )
     if report["interrupted"]:
         raise KeyboardInterrupt
+    if not all(run["rounds"] for run in report["runs"]):
+        raise EvaluationError(
+            "every calibration text ended with its first token, so nothing was timed; expected some that go on. Mend: "
+            "give other prompts (--calibration)"
+        )
     groups: dict[tuple, list[dict]] = {}
     for run in report["runs"]:
         groups.setdefault(_key(run), []).append(run)
@@ -174,9 +179,10 @@ def tune(
 
     {"median_error", "calibration": {"prompts", "k"}, "best": {concurrency: {label: {"k", "predicted", "measured",
     "measured_k", "measured_best"}}} (k 0: plain decoding is predicted to be best), "break_even": [{"label",
-    "predicted", "measured"}], "costs": {concurrency: {label: {"c", "v": [v(0), v(1), ..], "o"}}}, "settings": {label:
-    engine settings for the measured best K}}; best, costs and settings for the first sampling. bar: makes the progress
-    of a stage. Raises EvaluationError for no calibration prompts or one that is also measured, and what evaluate does.
+    "predicted", "measured"}], "costs": {concurrency: {label: {"c", "round", "v": [v(0), v(1), ..], "o"}}}, "settings":
+    {label: engine settings for the measured best K}}; best, costs and settings for the first sampling. bar: makes the
+    progress of a stage. Raises EvaluationError for no calibration prompts or one that is also measured, where every
+    calibration text ends at once, and what evaluate does.
     """
     both = {prompt.ids for prompt in calibration} & {prompt.ids for prompt in test}
     if not calibration or both:
@@ -239,7 +245,9 @@ def _findings(runs, models, tokens, candidates: Sequence[Candidate], sampling: s
         }
         deepest = models[key].predict(max(measured))
         v = [models[key].verify_at(k) for k in range(max(measured) + 1)]
-        costs.setdefault(str(rows), {})[label] = {"c": deepest["c"], "v": v, "o": deepest["o"]}
+        fixed, each = models[key].draft
+        line = {"c": each, "round": fixed} if fixed > 0 and each > 0 else {"c": deepest["c"], "round": 0.0}
+        costs.setdefault(str(rows), {})[label] = {**line, "v": v, "o": deepest["o"]}
     errors = [run["predicted"]["error"] for run in runs if "predicted" in run and run["predicted"]["error"] is not None]
     return {
         "median_error": statistics.median(map(abs, errors)) if errors else None,
@@ -335,9 +343,22 @@ def tuning_prompts(
     alone = not other
     asked = settings.model_copy(update={"num_prompts": 2 * count}) if alone else settings
     name, test = gather_prompts(asked, recipe, target, say)
-    first, test = (test[1::2], test[::2]) if alone else (other, test)
+    first, test = _halves(test) if alone else (other, test)
     measured = {prompt.ids for prompt in test}
     return [prompt for prompt in first if prompt.ids not in measured], test, name
+
+
+def _halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """(calibration, measured): every second unit of each category; the turns of a conversation stay together."""
+    seen: dict[str | None, list[str | int]] = {}
+    halves: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for index, prompt in enumerate(prompts):
+        units = seen.setdefault(prompt.category, [])
+        unit = prompt.unit or index
+        if unit not in units:
+            units.append(unit)
+        halves[1 - units.index(unit) % 2].append(prompt)
+    return halves
 
 
 def tune_draft(
@@ -359,12 +380,14 @@ def tune_draft(
 
     Raises EvaluationError when there are too few prompts, DraftError when the draft does not fit the target.
     """
-    for device in devices:
-        find_device(device)  # A name that is not known is told before anything is measured.
+    for device in devices:  # What a roofline has no numbers for is told before anything is measured.
+        find_device(device)
+        shape_of(target.config)
     first, test, name = tuning_prompts(target, settings, calibration, recipe, say)
     draft = load_draft(source, target)
     candidates = [NGRAM] if settings.ngram else []
-    candidates.append(Candidate(draft.method, draft.method, lambda: draft.proposer(target), True, str(source)))
+    checkpoint = str(find_draft(source))  # What an engine can load: of a run its draft folder.
+    candidates.append(Candidate(draft.method, draft.method, lambda: draft.proposer(target), True, checkpoint))
     report = tune(
         target,
         candidates,

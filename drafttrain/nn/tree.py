@@ -121,6 +121,11 @@ def depths(parents: Tensor) -> Tensor:
     return out[:, 1:]
 
 
+def deepest(depth: Tensor, lengths: Tensor) -> Tensor:
+    """int64 [B]: the largest depth [B, N] among each row's first `lengths` [B] columns; what lies behind is padding."""
+    return depth.masked_fill(torch.arange(depth.shape[1]) >= lengths[:, None], 0).amax(1)
+
+
 def ancestors(parents: Tensor) -> Tensor:
     """int64 [B, N] parents -> bool [B, N+1, N+1]: row i sees column j iff j is i or an ancestor of it. Column 0: root.
 

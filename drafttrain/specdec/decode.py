@@ -16,7 +16,7 @@ from drafttrain.drafts.base import Proposal, Proposer
 from drafttrain.errors import UserError
 from drafttrain.nn.cache import RaggedCache
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
-from drafttrain.nn.tree import depths
+from drafttrain.nn.tree import deepest, depths
 from drafttrain.specdec.clock import Clock
 from drafttrain.specdec.graphs import CAPTURED, StaticSteps, capture_note
 from drafttrain.specdec.metrics import Counts
@@ -182,7 +182,7 @@ class _Loop:
         active = list(range(len(prompts)))
         streams = Streams(self.sampling.seed, requests)
         cache = self._cache(prompts)
-        self.clock = Clock(self.target.device)
+        self.clock = Clock(self.target.device, self.target.spread)
         step, next_token = self._prefill(prompts, cache, streams)
         self.clock.mark("prefill")
         if self.proposer is not None:
@@ -294,7 +294,7 @@ class _Loop:
         if proposal.parents is not None:
             (self.static or cache).gather(F.pad(torch.where(path < 0, -1, path + 1), (1, 0)))
         cache.lengths = cache.lengths + accepted + 1
-        depth = None if proposal.parents is None else _deepest(proposal)
+        depth = None if proposal.parents is None else _depths(proposal)
         for row, generation in enumerate(generations):
             if not self._ended(generation):
                 drafts = proposal.tokens[row, path[row, : int(accepted[row])]].tolist()
@@ -363,8 +363,7 @@ class _Loop:
                 generation.text = text[: min(cuts)] if cuts else text
 
 
-def _deepest(proposal: Proposal) -> list[int]:
+def _depths(proposal: Proposal) -> list[int]:
     """Depth of each row's tree."""
-    inside = torch.arange(proposal.tokens.shape[1]) < proposal.lengths[:, None]
-    deep = depths(proposal.parents).masked_fill(~inside, 0)
-    return deep.amax(1).tolist() if deep.shape[1] else [0] * len(deep)
+    deep = depths(proposal.parents)
+    return deepest(deep, proposal.lengths).tolist() if deep.shape[1] else [0] * len(deep)

@@ -1,4 +1,5 @@
-"""The target's decoding and verifying steps in static form, captured as CUDA graphs: draft and baseline alike.
+"""The target's decoding and verifying steps in static form, captured as CUDA graphs: with and without a draft. EAGLE-3
+drafts are captured alike (drafts/eagle3_static.py); a small model's own steps are not.
 
 A step has fixed numbers of rows and tokens, writes at positions given as a tensor and attends over a fixed number of
 key columns, of which the masks hide what is not there.
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from drafttrain.nn.cache import RaggedCache, visible, visible_tree
 from drafttrain.nn.graphs import SMALLEST, Captured, Pool, padded, rounded
-from drafttrain.nn.tree import ancestors, depths
+from drafttrain.nn.tree import ancestors, deepest, depths
 from drafttrain.target import Target, TargetStep
 
 CAPTURED = "cuda graphs"
@@ -23,7 +24,7 @@ def capture_note(target: Target) -> str:
     """For reports: "cuda graphs" where a target's steps are captured, or "none: " and why not."""
     if target.device.type != "cuda":
         return f"none: {target.device.type}"
-    if len({parameter.device for parameter in target.model.parameters()}) > 1:
+    if target.spread:
         return "none: the target is spread over several devices"
     values = target.model.config.to_dict()
     if "quantization_config" in values:
@@ -107,7 +108,7 @@ class StaticSteps:
             family, depth = _family(padded(parents, width - 1, -1))
             inputs += [family, depth]
             offsets = depth[:, :N]
-            reach = offsets.amax(1) + 1
+            reach = deepest(offsets, lengths) + 1
         self.target.check_positions(int((cache.lengths + reach).max()))
         self.prepare(width, layers, parents is not None)
         run = self._steps[self._key(width, layers, parents is not None)]

@@ -90,29 +90,33 @@ class Svip(Policy):
 
 @dataclass(frozen=True)
 class Costs:
-    """In plain steps: c a draft, v[K] the verification of K drafts for K = 0.., o all else of an iteration."""
+    """In plain steps: c a draft, v[K] the verification of K drafts for K = 0.., o all else of an iteration, round what
+    the draft takes in every iteration, also when it drafts nothing (EAGLE-3 reads the accepted tokens).
+    """
 
     c: float
     v: Sequence[float]
     o: float
+    round: float = 0.0
 
     def __post_init__(self):
-        if not self.v or not all(0 <= x < math.inf for x in (self.c, *self.v, self.o)) or not min(self.v) + self.o > 0:
+        numbers = (self.c, *self.v, self.o, self.round)
+        if not self.v or not all(0 <= x < math.inf for x in numbers) or not min(self.v) + self.o > 0:
             raise PolicyError(
                 f"the costs are c={self.c}, v={list(self.v)}, o={self.o}; expected finite numbers of at least 0 and a "
                 "v above 0 for K = 0, 1, ..: measure them again, on more prompts"
             )
 
     def iteration(self, k: int) -> float:
-        """v[k] + k c + o; beyond the end of v its last slope holds on, if it rises."""
+        """v[k] + k c + round + o; beyond the end of v its last slope holds on, if it rises."""
         last = len(self.v) - 1
         slope = self.v[-1] - self.v[-2] if last else 0.0
-        return self.v[min(k, last)] + max(k - last, 0) * max(slope, 0.0) + k * self.c + self.o
+        return self.v[min(k, last)] + max(k - last, 0) * max(slope, 0.0) + k * self.c + self.round + self.o
 
 
 class Goodput(Policy):
     """Each round one K for the whole batch, 0 included: the one with the most expected tokens per plain step,
-    (1 + a1 + a1 a2 + ..) / (v[K] + K c + o), ties to the smaller (TurboSpec, arXiv 2406.14066).
+    (1 + a1 + a1 a2 + ..) / (v[K] + K c + round + o), ties to the smaller (TurboSpec, arXiv 2406.14066).
 
     a_i: running share of accepted drafts at position i among those whose predecessors stood; what was seen fades by
     the factor `memory` a round, and a position starts from one trial at the optimistic `prior`. Positions that K leaves

@@ -14,6 +14,7 @@ from torch import Tensor
 from drafttrain.drafts.base import Proposal
 from drafttrain.errors import UserError
 from drafttrain.nn.sampling import Sampling, greedy_choice, inverse_cdf, warp
+from drafttrain.nn.tree import chain_parents
 
 
 class AcceptanceError(UserError):
@@ -72,7 +73,7 @@ def verify(
     if isinstance(acceptance, Synthetic):
         if proposal.parents is not None:
             raise AcceptanceError("synthetic acceptance was asked for a tree; expected a chain. Mend: leave --tree out")
-        return _verify_synthetic(logits, proposal, uniforms, acceptance)
+        return _verify_synthetic(logits, proposal, sampling, uniforms, acceptance)
     if acceptance is not None:
         return _verify_typical(logits, proposal, sampling, uniforms, acceptance)
     if proposal.parents is None:
@@ -110,9 +111,13 @@ def verify_chain(logits: Tensor, proposal: Proposal, sampling: Sampling, uniform
 
 
 def _verify_synthetic(
-    logits: Tensor, proposal: Proposal, uniforms: Tensor, acceptance: Synthetic
+    logits: Tensor, proposal: Proposal, sampling: Sampling, uniforms: Tensor, acceptance: Synthetic
 ) -> tuple[Tensor, Tensor]:
-    choice = greedy_choice(logits).cpu()
+    # The exact rule's work, so that the times are those of a draft that good.
+    if sampling.greedy:
+        choice = greedy_choice(logits).cpu()
+    else:
+        choice = inverse_cdf(warp(logits, sampling), uniforms.to(logits.device)).cpu()
     K = proposal.tokens.shape[1]
     joint = torch.tensor((*acceptance.rates, *[0.0] * K), dtype=torch.float64)[:K]
     # One uniform a round: u < joint[i] for exactly the first drafts, as often as the rates say.
@@ -191,7 +196,7 @@ def _verify_typical(
 ) -> tuple[Tensor, Tensor]:
     """The deepest node whose whole path is typical (the first of equals), then one token drawn from p behind it."""
     B, N = proposal.tokens.shape
-    parents = torch.arange(-1, N - 1).expand(B, N) if proposal.parents is None else proposal.parents
+    parents = chain_parents(B, N) if proposal.parents is None else proposal.parents
     rows, device = torch.arange(B), logits.device
     depth = torch.zeros(B, N + 1, dtype=torch.long)  # 0: not on a typical path; the root is 1.
     depth[:, 0] = 1

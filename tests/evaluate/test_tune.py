@@ -16,6 +16,7 @@ from drafttrain.evaluate.run import named_prompts
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt
 from drafttrain.evaluate.tune import (
     _findings,
+    _halves,
     _key,
     calibrated_ks,
     print_tune,
@@ -222,6 +223,8 @@ def test_calibration_prompts_are_others(tmp_path):
     assert name == "test" and len(first) == len(measured) == 2
     assert measured == named_prompts(test, target, "auto", 2, 0, settings.max_new_tokens)
     assert first == named_prompts(other, target, "auto", 2, 0, settings.max_new_tokens)
+    turns = [Prompt((1,), "a", "x"), Prompt((1, 2), "a", "x"), Prompt((3,), "a", "y"), Prompt((4,), "b", "z")]
+    assert _halves(turns) == ([turns[2]], [turns[0], turns[1], turns[3]])  # by unit, in each category
     every_second = tuning_prompts(target, settings)
     four = named_prompts(test, target, "auto", 4, 0, settings.max_new_tokens)
     assert every_second[:2] == (four[1::2], four[::2])

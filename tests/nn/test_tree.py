@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafttrain.nn.tree import DynamicTree, StaticTree, TreeError, ancestors, chain_parents, depths
+from drafttrain.nn.tree import DynamicTree, StaticTree, TreeError, ancestors, chain_parents, deepest, depths
 
 
 def test_a_tree_by_hand():
@@ -15,6 +15,12 @@ def test_a_tree_by_hand():
     assert (tree.depth, tree.nodes) == (2, 3)
     assert ancestors(parents)[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
     assert depths(parents).tolist() == [[1, 1, 2]]
+
+
+def test_the_deepest_node_is_a_real_one():
+    depth = depths(torch.tensor([[-1, 0, 1], [-1, 0, 1]]))
+    assert deepest(depth, torch.tensor([3, 1])).tolist() == [3, 1]
+    assert deepest(depth, torch.tensor([0, 2])).tolist() == [0, 2]
 
 
 def test_a_chain_sees_what_a_causal_mask_shows():

@@ -186,6 +186,8 @@ def test_costs():
     costs = Costs(0.1, (1.0, 1.2, 1.5), 0.05)
     assert [costs.iteration(k) for k in range(5)] == pytest.approx([1.05, 1.35, 1.75, 2.15, 2.55])
     assert Costs(0.0, (1.0, 0.9), 0.0).iteration(4) == 0.9
+    paid_always = Costs(0.1, (1.0, 1.2), 0.05, round=0.3)  # also where nothing is drafted
+    assert [paid_always.iteration(k) for k in (0, 1)] == pytest.approx([1.35, 1.65])
     for bad in [(-0.1, (1.0,), 0.0), (0.1, (), 0.0), (0.1, (1.0, math.nan), 0.0), (math.inf, (1.0,), 0.0)]:
         with pytest.raises(PolicyError, match="expected finite numbers"):
             Costs(*bad)

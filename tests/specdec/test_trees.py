@@ -315,6 +315,18 @@ def test_positions_run_out_by_depth_not_by_nodes():
     assert done.generations[0].tokens == plain(target, [PROMPT], room)[0]
 
 
+@pytest.mark.parametrize("tree", [WIDE, DynamicTree(3, 9)], ids=str)
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_row_at_the_last_position_beside_one_with_room(tree, capture):
+    """The long row may draft less deep than the batch's tree: what is padding for it needs no positions."""
+    target = make_target(max_position_embeddings=24)
+    draft = agreeable_draft(target)
+    prompts = [tokens(1, 18)[0].tolist(), PROMPT[:4]]
+    options = {"max_new_tokens": 6, "stop_ids": ()}
+    done = generate(target, prompts, draft.proposer(target, tree), k=4, capture=capture, **options)
+    assert [g.tokens for g in done.generations] == plain(target, prompts, 6)
+
+
 def test_ancestors_of_ragged_rows_hide_other_rows_padding():
     parents = torch.tensor([[-1, 0, 0], [-1, -1, 1]])
     assert ancestors(parents).shape == (2, 4, 4) and not ancestors(parents)[0, 2, 3]
