@@ -3,7 +3,7 @@
     python scripts/bench_tune.py --draft checkpoints/demo
 
 Three drafts of different kinds on Gemma 3 270M at K = 1..5, greedy: n-gram lookup, the given EAGLE-3 draft, and a small
-causal language model (default: the target without some layers) whose head has the EAGLE-3 draft's rows. Prints a row
+causal language model (default: some of the target's own layers) whose head has the EAGLE-3 draft's rows. Prints a row
 for each configuration, then the median error and its spread. Half an hour on two CPU cores with nothing else running;
 --output FOLDER keeps the report.
 """
@@ -31,7 +31,7 @@ from drafttrain.target import load_target
 def main(
     draft: Annotated[str, typer.Option(help="EAGLE-3 draft: run folder, draft folder or hub id.")],
     small: Annotated[str | None, typer.Option(help="Small model, folder or hub id. Default: a pruned target.")] = None,
-    drop: Annotated[list[int] | None, typer.Option(help="A layer to prune, from 0. Default: 8 to 11.")] = None,
+    layers: Annotated[str, typer.Option(help="Target layers, from 0, that make the small draft.")] = "0,1,3,5,10,11",
     prompts: Annotated[int, typer.Option(help="Measured prompts.", min=1, max=PROMPTS["test"])] = 12,
     calibration: Annotated[int, typer.Option(help="Calibration prompts.", min=1, max=PROMPTS["validation"])] = 12,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)] = 80,
@@ -46,8 +46,7 @@ def main(
         for split, count in (("test", prompts), ("validation", calibration))
     )
     loaded = load_draft(draft, target)
-    kept = [layer for layer in range(target.num_layers) if layer not in (drop or range(8, 12))]
-    model = load_target(small) if small else prune_layers(target, kept)
+    model = load_target(small) if small else prune_layers(target, [int(layer) for layer in layers.split(",")])
     candidates = [
         NGRAM,
         Candidate("eagle3", "eagle3", lambda: loaded.proposer(target), True, draft),
