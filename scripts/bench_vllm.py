@@ -160,7 +160,7 @@ def print_result(result: Mapping[str, Any]) -> None:
 def texts(ours: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """How many of the drafted texts are the same in both."""
     theirs = report["runs"][-1]["per_prompt"]["tokens"]
-    same = sum(a == b for a, b in zip(ours["tokens"], theirs, strict=True))
+    same = sum(list(a) == list(b) for a, b in zip(ours["tokens"], theirs, strict=True))
     return f"drafted texts: {same} of {len(theirs)} the same in both"
 
 

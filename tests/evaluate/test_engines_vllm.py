@@ -233,6 +233,12 @@ def per_prompt(accepted: list[int], reached: list[list[int]]) -> dict:
     return {"draft_rounds": [10] * len(accepted), "accepted": accepted, "reached": reached}
 
 
+def test_texts_are_compared_whatever_holds_them():
+    texts = load(ROOT / "scripts" / "bench_vllm.py").texts
+    report = {"runs": [{"per_prompt": {"tokens": [(1, 2), (1, 3)]}}]}
+    assert texts({"tokens": [[1, 2], [1, 4]]}, report) == "drafted texts: 1 of 2 the same in both"
+
+
 def test_the_verdict_on_agreement():
     agreement = load(ROOT / "scripts" / "bench_vllm.py").agreement
     ours = per_prompt([12, 8], [[8, 4], [6, 2]])
