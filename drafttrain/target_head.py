@@ -39,8 +39,12 @@ class TargetHead:
     def logits(self, normed: Tensor) -> Tensor:
         """The rest: normed [.., Ht] -> logits [.., R]. Flat and contiguous first: a bf16 input with odd strides, even
         of a dimension of size 1, takes a path many times slower into a head of 262k rows on CPUs."""
-        flat = normed.to(self.weight.device, self.weight.dtype).reshape(-1, normed.shape[-1]).contiguous()
-        logits = F.linear(flat, self.weight, self.bias).view(*normed.shape[:-1], -1)
+        flat = (
+            normed.to(self.weight.device, self.weight.dtype)
+            .reshape(normed.shape[:-1].numel(), normed.shape[-1])
+            .contiguous()
+        )
+        logits = F.linear(flat, self.weight, self.bias).view(*normed.shape[:-1], len(self.weight))
         if self.scale is not None:
             logits = logits * self.scale
         if self.softcap is not None:
