@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import drafttrain.cli
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.evaluate import runner
 from drafttrain.training.callbacks import read_log
@@ -25,21 +24,6 @@ from tests.training.tiny_run import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def cli(monkeypatch, capfd):
-    """Runs the command line in this process: (exit status, stdout, stderr)."""
-
-    def call(*args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["drafttrain", *map(str, args)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            drafttrain.cli.main()
-        out, err = capfd.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

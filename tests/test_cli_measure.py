@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import drafttrain.cli
 from drafttrain.evaluate.run import settings_with, tree_of
 from drafttrain.nn.tree import DynamicTree, StaticTree
 from drafttrain.recipe import EvaluationConfig, RecipeError
@@ -15,21 +14,6 @@ from tests.evaluate.fake_server import FakeEngine
 from tests.training.tiny_run import prompt_rows, settings, write_recipe, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@pytest.fixture
-def cli(monkeypatch, capfd):
-    """Runs the command line in this process: (exit status, stdout, stderr)."""
-
-    def call(*args) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["drafttrain", *map(str, args)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            drafttrain.cli.main()
-        out, err = capfd.readouterr()
-        return caught.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
 from drafttrain.nn.fused_losses import StepFigures
-from drafttrain.nn.sampling import Sampling, Streams
+from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
 from drafttrain.nn.tree import Tree
 from drafttrain.target import Target, TargetStep
 
@@ -76,6 +76,42 @@ class Proposer(ABC):
     @abstractmethod
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
+
+
+def draft_chain(
+    k: Tensor,
+    stop: Stop | None,
+    logits_after: Callable[[int, Tensor | None], Tensor],
+    ids: Tensor,
+    sampling: Sampling,
+    streams: Streams,
+) -> Proposal:
+    """Draft a chain token by token: up to k[b] tokens for row b, over the target ids `ids` [Vd].
+
+    logits_after(i, last): the draft's logits [B, Vd] for draft i, given the one before, int64 [B] on the CPU; None for
+    the first. It is not called for drafts that no row asks for.
+    """
+    K = int(k.max())
+    draws = sampling.draws_drafts
+    uniforms = streams.uniforms(k.tolist(), K) if draws else None
+    tokens, distributions, lengths = [], [], k if stop is None else torch.zeros_like(k)
+    for i in range(K):
+        logits = logits_after(i, tokens[-1] if i else None)
+        if stop is not None:
+            going = (lengths == i) & (k > i) & ~stop(logits).cpu()
+            if not going.any():
+                break
+            lengths = lengths + going
+        if draws:
+            distributions.append(warp(logits, sampling))
+            choice = inverse_cdf(distributions[-1], uniforms[:, i].to(logits.device))
+        else:
+            choice = greedy_choice(logits)
+        tokens.append(ids[choice].cpu())
+    if not tokens:
+        return Proposal(torch.zeros(len(k), 0, dtype=torch.long), torch.zeros_like(k))
+    q = torch.stack(distributions, 1) if draws else None
+    return Proposal(torch.stack(tokens, 1), lengths, None, q, ids if draws else None)
 
 
 @dataclass

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from drafttrain.drafts.base import Proposal, Proposer, Stop
+from drafttrain.drafts.base import Proposal, Proposer, Stop, draft_chain
 from drafttrain.drafts.eagle3_static import StaticDraft, run_layer
 from drafttrain.nn.cache import RaggedCache, visible, visible_tree
-from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
+from drafttrain.nn.sampling import Sampling, Streams
 from drafttrain.target import TargetStep
 
 
@@ -36,7 +36,8 @@ class Eagle3Proposer(Proposer):
         self._cache = self._steps.cache
         for length in self._steps.prepare(room, k):
             # One round over nothing, so that all its steps are captured.
-            self._sampling, self._hidden = Sampling(), self._steps.no_hidden()
+            self._sampling, self._streams = Sampling(), Streams(0, range(batch))
+            self._hidden = self._steps.no_hidden()
             self._cache.lengths = torch.full((batch,), length)
             self.propose(torch.full((batch,), k))
             self._commit(
@@ -103,32 +104,18 @@ class Eagle3Proposer(Proposer):
 
     @torch.no_grad()
     def propose(self, k: Tensor, stop: Stop | None = None) -> Proposal:
-        K = int(k.max())
-        draws = self._sampling.draws_drafts
-        uniforms = self._streams.uniforms(k.tolist(), K) if draws else None
         committed, hidden = self._cache.lengths, self._hidden
-        tokens, distributions, lengths = [], [], k if stop is None else torch.zeros_like(k)
-        for i in range(K):
-            if i:
-                hidden = self._run(tokens[-1][:, None], hidden)
+
+        def logits_after(i: int, last: Tensor | None) -> Tensor:
+            nonlocal hidden
+            if last is not None:
+                hidden = self._run(last[:, None], hidden)
                 self._cache.lengths = self._cache.lengths + 1
-            logits = self._logits(hidden[:, 0])
-            if stop is not None:
-                going = (lengths == i) & (k > i) & ~stop(logits).cpu()
-                if not going.any():
-                    break
-                lengths = lengths + going
-            if draws:
-                distributions.append(warp(logits, self._sampling))
-                choice = inverse_cdf(distributions[-1], uniforms[:, i].to(logits.device))
-            else:
-                choice = greedy_choice(logits)
-            tokens.append(self._ids[choice].cpu())
+            return self._logits(hidden[:, 0])
+
+        drafted = draft_chain(k, stop, logits_after, self._ids, self._sampling, self._streams)
         self._cache.lengths = committed
-        if not tokens:
-            return Proposal(torch.zeros(len(k), 0, dtype=torch.long), torch.zeros_like(k))
-        q = torch.stack(distributions, 1) if draws else None
-        return Proposal(torch.stack(tokens, 1), lengths, None, q, self._ids if draws else None)
+        return drafted
 
     def keep(self, rows: Sequence[int]) -> None:
         self._cache.keep(rows)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafts.base import DraftError, Proposal, Proposer, Stop
+from drafttrain.drafts.base import DraftError, Proposal, Proposer, Stop, draft_chain
 from drafttrain.nn.cache import RaggedCache
-from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
+from drafttrain.nn.sampling import Sampling, Streams
 from drafttrain.target import Target, TargetStep, find_decoder
 
 PER_LAYER = ("layer_types", "mlp_layer_types")
@@ -81,32 +81,18 @@ class SmallModelProposer(Proposer):
         committed = self._cache.lengths
         # The last draft is never run, so it needs no position of its own.
         k = torch.minimum(k, self.model.max_positions - committed + 1).masked_fill(self._outgrown, 0)
-        K = int(k.max())
-        draws = self._sampling.draws_drafts
-        uniforms = self._streams.uniforms(k.tolist(), K) if draws else None
-        logits, tokens, distributions = self._logits, [], []
-        lengths = k if stop is None else torch.zeros_like(k)
-        for i in range(K):
-            if i:
-                self._cache.lengths = (committed + i - 1).clamp_max(self.model.max_positions - 1)
-                logits = self.model.step(tokens[-1][:, None], self._cache, last_only=True).logits[:, 0]
-                self._written = i
-            if stop is not None:
-                going = (lengths == i) & (k > i) & ~stop(logits).cpu()
-                if not going.any():
-                    break
-                lengths = lengths + going
-            if draws:
-                distributions.append(warp(logits, self._sampling))
-                choice = inverse_cdf(distributions[-1], uniforms[:, i].to(logits.device))
-            else:
-                choice = greedy_choice(logits)
-            tokens.append(self._ids[choice].cpu())
+
+        def logits_after(i: int, last: Tensor | None) -> Tensor:
+            if last is None:
+                return self._logits
+            self._cache.lengths = (committed + i - 1).clamp_max(self.model.max_positions - 1)
+            logits = self.model.step(last[:, None], self._cache, last_only=True).logits[:, 0]
+            self._written = i
+            return logits
+
+        drafted = draft_chain(k, stop, logits_after, self._ids, self._sampling, self._streams)
         self._cache.lengths = committed
-        if not tokens:
-            return Proposal(torch.zeros(len(k), 0, dtype=torch.long), torch.zeros_like(k))
-        q = torch.stack(distributions, 1) if draws else None
-        return Proposal(torch.stack(tokens, 1), lengths, None, q, self._ids if draws else None)
+        return drafted
 
     def advance(self, step: TargetStep, path: Tensor, next_token: Tensor) -> None:
         accepted = (path >= 0).sum(1)

@@ -116,8 +116,8 @@ def speedup(results: Results, plain: Results, chosen: Sequence[int] | None = Non
     one, ended with the prefill's token everywhere.
     """
     places = range(len(results.generations)) if chosen is None else chosen
-    tokens, plain_tokens = (sum(one.tokens()[i] for i in places) for one in (results, plain))
-    spent, plain_spent = (sum(one.spent()[i] for i in places) for one in (results, plain))
+    figures = (results.tokens(), plain.tokens(), results.spent(), plain.spent())
+    tokens, plain_tokens, spent, plain_spent = (sum(values[i] for i in places) for values in figures)
     return (tokens / spent) / (plain_tokens / plain_spent) if tokens and plain_tokens else None
 
 
