@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from drafttrain.cli_common import AsJson, console_for, say_for
-from drafttrain.cli_measure import register
+from drafttrain.cli_measure import register as register_measuring
+from drafttrain.cli_plan import register as register_planning
 from drafttrain.errors import UserError
 
 app = typer.Typer(
@@ -144,13 +145,14 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
         say(f"Next: drafttrain evaluate {run.path}")
 
 
-register(app)
+register_measuring(app)
+register_planning(app)
 
 
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="A run folder or a draft folder.", metavar="RUN")],
-    engine: Annotated[str | None, typer.Option(help="vllm, sglang, tensorrt-llm or llama.cpp.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm, sglang, tensorrt-llm, llama.cpp or transformers.")] = None,
     target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: as evaluated.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: <run>/export/<engine>.")] = None,
@@ -163,8 +165,10 @@ def export(
     """
     from drafttrain.data.features import DTYPES
     from drafttrain.data.run_folder import RunFolder
-    from drafttrain.drafts.loading import find_draft
-    from drafttrain.export.eagle3 import ENGINES, ExportError, export_eagle3, serve_command
+    from drafttrain.drafts.loading import draft_method, find_draft
+    from drafttrain.export.base import ExportError
+    from drafttrain.export.folder import export_draft
+    from drafttrain.export.serve import check_engine, serve_command
     from drafttrain.target import load_target
 
     say = say_for(as_json)
@@ -173,17 +177,17 @@ def export(
     if recipe is None and target is None:
         raise ExportError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
     engine = engine or (recipe.export.engine if recipe else "vllm")
-    if engine not in ENGINES:
-        raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES)}")
+    draft_folder = find_draft(source)
+    check_engine(engine, draft_method(draft_folder))
     if dtype is not None and dtype not in DTYPES:
         raise ExportError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
     folder = output or source / "export" / engine
-    export_eagle3(find_draft(source), loaded, folder, DTYPES[dtype] if dtype else None)
-    command = serve_command(engine, loaded, folder, k)
+    method = export_draft(draft_folder, loaded, folder, DTYPES[dtype] if dtype else None, k)
+    command = serve_command(engine, loaded, folder, k, method)
     if as_json:
         print(json.dumps({"folder": str(folder), "engine": engine, "command": command}))
-    say(f"draft for {engine} in {folder}. Next: {command or 'load the folder in the engine as its EAGLE-3 draft'}")
+    say(f"draft for {engine} in {folder}. Next: {command or 'load the folder in the engine as its draft'}")
 
 
 @app.command()

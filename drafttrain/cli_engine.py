@@ -15,7 +15,7 @@ def check_engine_options(given: dict, lossy: bool, engine, url, baseline_url) ->
         raise OptionError(
             f"--engine is {engine!r} with the url {url}; expected vllm, or vllm or sglang with --url http://host:port"
         )
-    fixed = ("tree", "policy", "repeats", *(("k", "draft_mode") if url else ()))
+    fixed = ("tree", "policy", "repeats", "quantize", *(("k", "draft_mode") if url else ()))
     unread = [name for name in fixed if given[name] is not None]
     unread += ["typical or --synthetic"] if lossy else []
     if unread:
@@ -37,7 +37,7 @@ def evaluate_engine(
     from drafttrain.data.run_folder import RunFolder
     from drafttrain.evaluate.engine_run import evaluate_in_vllm, evaluate_served
     from drafttrain.evaluate.report import check_writable, print_table, write_report
-    from drafttrain.export.eagle3 import VLLM_WITHOUT_HOOKS
+    from drafttrain.export.serve import VLLM_WITHOUT_HOOKS
 
     say = say_for(as_json)
     run = RunFolder(Path(source))

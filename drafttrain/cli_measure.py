@@ -29,6 +29,9 @@ PolicyName = Annotated[
         "--policy", help="Also run an adaptive K: confidence:0.4, entropy:0.3, svip:1.2, or goodput after tune."
     ),
 ]
+Quantize = Annotated[
+    str | None, typer.Option(help="Also run small models (kd) with such weights: int8, int4 or int8,int4.")
+]
 Prompts = Annotated[
     str | None,
     typer.Option(help="JSONL, or a set: builtin, builtin:code,math, mt-bench, humaneval, gsm8k. Default: data.test."),
@@ -82,6 +85,8 @@ def _settings(recipe, **changes):
             changes[name] = _numbers(changes[name], kind, f"--{name}")
     if "tree" in changes:
         changes["tree"] = _tree(changes["tree"])
+    if changes.get("quantize") is not None:
+        changes["quantize"] = [kind.strip() for kind in changes["quantize"].split(",")]
     return settings_with(recipe.evaluation if recipe else EvaluationConfig(), **changes)
 
 
@@ -97,6 +102,7 @@ def evaluate(
     repeats: Repeats = None,
     tree: TreeShape = None,
     policy: PolicyName = None,
+    quantize: Quantize = None,
     typical: Annotated[bool, typer.Option("--typical", help="Also run typical acceptance. LOSSY.")] = False,
     synthetic: Annotated[
         str | None,
@@ -131,6 +137,7 @@ def evaluate(
     rates = _numbers(synthetic, float, "--synthetic")
     acceptance = Synthetic(tuple(rates)) if rates else Typical() if typical else None
     given = {"top_p": top_p, "top_k": top_k, "draft_mode": draft_mode, "repeats": repeats, "policy": policy}
+    given |= {"quantize": quantize}
     given |= {"prompts": prompts, "num_prompts": num_prompts, "max_new_tokens": max_new_tokens}
     given |= {"k": k, "temperature": temperature, "concurrency": concurrency, "tree": tree}
     _settings(None, **given)  # What is mistyped is told before the target is loaded.
@@ -231,6 +238,7 @@ def compare(
     top_k: TopK = None,
     draft_mode: DraftMode = None,
     concurrency: Concurrency = None,
+    quantize: Quantize = None,
     prompts: Prompts = None,
     num_prompts: NumPrompts = None,
     max_new_tokens: MaxNewTokens = None,
@@ -249,7 +257,7 @@ def compare(
     labels = labels_of(sources)
     given = {"k": k, "temperature": temperature, "top_p": top_p, "top_k": top_k, "draft_mode": draft_mode}
     given |= {"concurrency": concurrency, "prompts": prompts, "num_prompts": num_prompts}
-    given |= {"max_new_tokens": max_new_tokens}
+    given |= {"max_new_tokens": max_new_tokens, "quantize": quantize}
     _settings(None, **given)
     check_writable(output)
     _, recipe, loaded = open_source(sources[0], target)

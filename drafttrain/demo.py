@@ -20,7 +20,8 @@ from drafttrain.drafts.base import tokenizer_hash
 from drafttrain.errors import UserError
 from drafttrain.evaluate.report import print_table, write_report
 from drafttrain.evaluate.run import evaluate_draft
-from drafttrain.export.eagle3 import export_eagle3, serve_command
+from drafttrain.export.folder import export_draft
+from drafttrain.export.serve import serve_command
 from drafttrain.recipe import Recipe, parse_recipe
 from drafttrain.target import Target, cache_folder, load_target
 from drafttrain.training.callbacks import read_log
@@ -64,7 +65,7 @@ def run_demo(
             _, html = write_report(report, run.path / "evaluation" / "test", read_log(run.log))
         with clock.stage("export"):
             exported = run.path / "export" / "vllm"
-            export_eagle3(run.draft, target, exported)
+            export_draft(run.draft, target, exported)
     if console is not None:
         print_table(report, console)
         console.print(clock.table())

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -63,6 +64,14 @@ def write_prompts(
         write_beside(folder / f"{split}.jsonl", partial(_write, lines))
         written[split] = {"prompts": len(rows), "files": len({row["file"] for row in rows})}
     return {split: written[split] for split in counts}
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> list[list[int]]:
+    """Such prompts as token ids, the BOS included, in memory alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_prompts(Path(folder), tokenizer, {"test": count}, seed=seed)
+        rows = (Path(folder) / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    return [list(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in rows]
 
 
 def _write(text: str, path: Path) -> None:

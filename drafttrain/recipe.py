@@ -4,236 +4,66 @@ Unknown keys are errors with a suggestion; every problem of a recipe is reported
 """
 
 import os
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from drafttrain.errors import UserError
 from drafttrain.recipe_problems import problem_lines, shown
+from drafttrain.recipe_rules import contradictions
+from drafttrain.recipe_sections import (
+    DataConfig,
+    DataEntry,
+    DraftConfig,
+    EvaluationConfig,
+    ExportConfig,
+    FeaturesConfig,
+    LoraConfig,
+    LossName,
+    OnPolicyConfig,
+    RegenerateConfig,
+    Section,
+    SplitName,
+    StorageDtype,
+    TargetConfig,
+    TrainingConfig,
+    TreeConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "DataEntry",
+    "DraftConfig",
+    "EvaluationConfig",
+    "ExportConfig",
+    "FeaturesConfig",
+    "LoraConfig",
+    "LossName",
+    "OnPolicyConfig",
+    "Recipe",
+    "RecipeError",
+    "RegenerateConfig",
+    "Section",
+    "SplitName",
+    "StorageDtype",
+    "TargetConfig",
+    "TrainingConfig",
+    "TreeConfig",
+    "load_recipe",
+    "override_recipe",
+    "parse_evaluation",
+    "parse_recipe",
+    "recipe_difference",
+    "recipe_to_yaml",
+    "save_recipe",
+]
 
 
 class RecipeError(UserError):
     """A recipe, or an override of one, that cannot be used. One line per problem."""
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, int | float | str) else value
-
-
-def _printable(value: str) -> str:
-    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in value):
-        raise ValueError("expected text without line breaks and control characters")
-    return value
-
-
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
-Counts = Annotated[list[Count], BeforeValidator(_listed), Field(min_length=1)]
-Temperatures = Annotated[list[NonNegative], BeforeValidator(_listed), Field(min_length=1)]
-Names = Annotated[list[Text], BeforeValidator(_listed)]
-StorageDtype = Literal["bfloat16", "float16", "float32"]
-SplitName = Literal["train", "validation", "test"]
-
-
-class Section(BaseModel):
-    """Base of every group of settings: frozen, unknown keys forbidden, no infinities, no booleans as numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_boolean_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError("expected a value that is not true or false")
-        return value
-
-
-class TargetConfig(Section):
-    """The frozen model that serves: a hub id, a folder, or a GGUF file. A bare string stands for `name_or_path`."""
-
-    name_or_path: Text
-    gguf_file: Text | None = None
-    revision: Text | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    device: Text = "auto"
-    device_map: Text | None = None
-    attn_implementation: Text | None = None
-    trust_remote_code: bool = False
-
-
-class DataEntry(Section):
-    """One source of conversations: a local `path` or a `datasets` hub id. `weight` < 1 subsamples, > 1 repeats."""
-
-    path: Text | None = None
-    dataset: Text | None = None
-    name: Text | None = None
-    split: Text = "train"
-    format: Literal["auto", "messages", "sharegpt", "prompt_completion", "text", "tokens"] = "auto"
-    weight: Positive = 1.0
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "DataEntry":
-        if (self.path is None) == (self.dataset is None):
-            found = "neither" if self.path is None else f"path {self.path!r} and dataset {self.dataset!r}"
-            raise ValueError(f"found {found}, expected exactly one of path and dataset")
-        return self
-
-
-class RegenerateConfig(Section):
-    """How the target answers the prompts itself before training; rows take the temperatures in turn."""
-
-    max_new_tokens: Count = 512
-    temperature: Temperatures = [0.0]
-    top_k: Natural = 0
-    top_p: Share = 1.0
-    batch_size: Count = 64
-    seed: Natural = 0
-    splits: Annotated[list[SplitName], BeforeValidator(_listed)] = ["train", "validation"]
-
-
-class DataConfig(Section):
-    """Conversations, their lengths in tokens, and the draft vocabulary (None keeps the target's whole vocabulary)."""
-
-    train: Annotated[list[DataEntry], Field(min_length=1)]
-    validation: list[DataEntry] = []
-    test: list[DataEntry] = []
-    max_length: Count = 2048
-    chat: Literal["auto", "template", "none"] = "auto"
-    regenerate: RegenerateConfig | None = None
-    draft_vocab: Count | None = 32000
-    seed: Natural = 0
-
-
-class DraftConfig(Section):
-    """Shape of the draft. None takes the target's own value. `init_from` is a checkpoint to start from."""
-
-    hidden_size: Count | None = None
-    intermediate_size: Count | None = None
-    num_attention_heads: Count | None = None
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    norm_before_residual: bool = False
-    init_from: Text | None = None
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "DraftConfig":
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads is not None and groups is not None and heads % groups:
-            raise ValueError(f"found num_attention_heads {heads}, expected a multiple of num_key_value_heads {groups}")
-        return self
-
-
-class FeaturesConfig(Section):
-    """Where the target's hidden states come from and which hs[k] the draft reads (None: [2, n//2, n-3])."""
-
-    source: Literal["online", "store"] = "online"
-    layers: Annotated[list[Natural], Field(min_length=1)] | None = None
-    dtype: StorageDtype = "bfloat16"
-    batch_tokens: Count = 4096
-
-    @field_validator("layers")
-    @classmethod
-    def _distinct(cls, layers: list[int] | None) -> list[int] | None:
-        if layers is not None and len(set(layers)) < len(layers):
-            raise ValueError(f"found {layers}, expected distinct layers")
-        return layers
-
-
-class TrainingConfig(Section):
-    """Names and meanings of transformers.TrainingArguments, except the batch, which is counted in tokens."""
-
-    num_train_epochs: Positive = 3.0
-    max_steps: Annotated[int, Field(ge=-1)] = -1
-    max_minutes: Positive | None = None
-    learning_rate: Positive = 1e-4
-    warmup_steps: Natural = 100
-    lr_scheduler_type: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    decay_fraction: Ratio = 0.2
-    min_lr_ratio: Ratio = 0.05
-    weight_decay: NonNegative = 0.01
-    adam_beta1: Beta = 0.9
-    adam_beta2: Beta = 0.95
-    max_grad_norm: NonNegative = 1.0
-    bf16: bool = True
-    max_tokens_per_batch: Count = 16384
-    gradient_accumulation_steps: Count = 1
-    ttt_steps: Annotated[int, Field(ge=1, le=16)] = 7
-    step_decay: Ratio = 0.8
-    loss: Literal["forward_kl", "cross_entropy"] = "forward_kl"
-    logging_steps: Count = 10
-    eval_steps: Count = 500
-    save_steps: Count = 500
-    save_total_limit: Count = 2
-    seed: Natural = 0
-    report_to: Names = []
-    dataloader_num_workers: Natural = 0
-
-    @field_validator("max_steps")
-    @classmethod
-    def _some_steps(cls, steps: int) -> int:
-        if steps == 0:
-            raise ValueError("found 0, expected a positive number, or -1 to count epochs instead")
-        return steps
-
-
-class TreeConfig(Section):
-    """A tree beside the chains: `topk` children a node and `nodes` in all, chosen by the draft's confidence (EAGLE-2),
-    or fixed rank `paths` such as [[0], [1], [0, 0]].
-    """
-
-    topk: Count = 4
-    nodes: Count = 16
-    paths: Annotated[list[list[Natural]], Field(min_length=1)] | None = None
-
-
-class EvaluationConfig(Section):
-    """What is measured: numbers of drafted tokens `k`, temperatures and requests at a time, against plain decoding and
-    two controls; `tree` and `policy` add configurations. `prompts`: a file, or a set such as builtin or mt-bench.
-    """
-
-    k: Counts = [1, 2, 3, 4, 5, 7]
-    temperature: Temperatures = [0.0]
-    top_p: Share = 1.0
-    top_k: Natural = 0
-    draft_mode: Literal["one_hot", "probabilistic"] = "one_hot"
-    concurrency: Counts = [1]
-    repeats: Count = 1
-    tree: TreeConfig | None = None
-    policy: Text | None = None
-    max_new_tokens: Count = 128
-    prompts: Text | None = None
-    num_prompts: Count = 64
-    ngram: bool = True
-    untrained: bool = True
-    seed: Natural = 0
-
-
-class ExportConfig(Section):
-    """The dtype of the exported weights and the engine that is to load them."""
-
-    dtype: StorageDtype = "bfloat16"
-    engine: Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp"] = "vllm"
 
 
 class Recipe(Section):
@@ -262,6 +92,9 @@ class Recipe(Section):
         value = {key: item for key, item in value.items() if item is not None}  # `training:` with nothing below it
         if isinstance(value.get("target"), str):
             value["target"] = {"name_or_path": value["target"]}
+        data = value.get("data")
+        if value.get("method") == "kd" and isinstance(data, Mapping) and "draft_vocab" not in data:
+            value["data"] = {**data, "draft_vocab": None}  # Engines serve small models with the whole vocabulary.
         return value
 
 
@@ -376,6 +209,9 @@ def _finish(
         recipe = Recipe.model_validate(settings)
     except ValidationError as error:
         raise RecipeError("\n".join([f"{name} is not a valid recipe:", *problem_lines(error, Recipe)])) from error
+    problems = [f"  {line}" for line in contradictions(recipe)]
+    if problems:
+        raise RecipeError("\n".join([f"{name} is not a valid recipe:", *problems]))
     recipe = _resolved(recipe, folder)
     recipe._source_path = path
     return recipe

@@ -29,7 +29,9 @@ from drafttrain.evaluate.roofline import Device, Roofline, measure_cpu, shape_of
 from drafttrain.evaluate.runner import Candidate, evaluate
 from drafttrain.nn import losses
 from drafttrain.nn.cache import RaggedCache
-from drafttrain.nn.fused_losses import fused_draft_loss
+from drafttrain.nn.fused_losses import DraftHead, fused_draft_loss
+from drafttrain.nn.objective import Objective
+from drafttrain.nn.teacher import DenseTeacher
 from drafttrain.nn.tree import DynamicTree
 from drafttrain.nn.ttt_attention import ttt_attention, ttt_attention_dense
 from drafttrain.recipe import DraftConfig
@@ -156,7 +158,8 @@ def check_losses(checks: Checks, device: torch.device) -> None:
     rows = torch.arange(T, device=device)
     valid = torch.stack([(rows < T - 2 - k).expand(B, T) for k in range(K)])
     weights = [0.8**k for k in range(K)]
-    found, _ = fused_draft_loss(states, head, valid, weights, lambda x: x @ teacher_head.t(), hidden, lse, argmax)
+    teacher = DenseTeacher(lambda x: x @ teacher_head.t(), hidden, lse)
+    found, _ = fused_draft_loss(states, DraftHead(head), valid, weights, teacher, Objective.of("forward_kl"), argmax)
     expected = torch.zeros((), device=device)
     for k, weight in enumerate(weights):
         count = T - 2 - k

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drafttrain import evaluate, generate, load_draft, load_target
-from drafttrain.export.eagle3 import save_draft
+from drafttrain.export.folder import save_draft
 from tests.tiny_drafts import LONG, make_draft
 from tests.tiny_models import make_model, save
 

@@ -15,7 +15,7 @@ from drafttrain.drafts.loading import load_draft
 from drafttrain.drafts.ngram import NgramProposer
 from drafttrain.evaluate.report import write_report
 from drafttrain.evaluate.run import evaluate_draft, load_prompts
-from drafttrain.export.eagle3 import export_eagle3
+from drafttrain.export.folder import export_draft
 from drafttrain.recipe import DataEntry, parse_recipe
 from drafttrain.specdec.decode import generate
 from drafttrain.target import load_target
@@ -128,7 +128,7 @@ def test_the_road_ends_in_a_report_and_an_export_that_proposes_the_same(run, gem
         assert all(abs(found["ulps"]) <= TIE_ULPS for found in one["divergences"])
     assert runs["eagle3-k3"]["accepted_tokens"] >= runs["untrained-eagle3-k3"]["accepted_tokens"]
 
-    export_eagle3(run.draft, gemma, tmp_path / "export")
+    export_draft(run.draft, gemma, tmp_path / "export")
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == LAYERS and config["vocab_size"] == gemma.vocab_size == 262144
     assert (config["rope_theta"], config["rope_scaling"], config["max_position_embeddings"]) == (1e6, None, 32768)

@@ -233,7 +233,11 @@ def test_differences_name_the_key_and_both_values() -> None:
         ("evaluation.top_p", 0, "found 0, expected a number greater than 0"),
         ("features.layers", [2, 2], "found [2, 2], expected distinct layers"),
         ("features.layers", [-1], "found -1, expected a number greater than or equal to 0"),
-        ("export.engine", "tgi", "found 'tgi', expected 'vllm', 'sglang', 'tensorrt-llm' or 'llama.cpp'"),
+        (
+            "export.engine",
+            "tgi",
+            "found 'tgi', expected 'vllm', 'sglang', 'tensorrt-llm', 'llama.cpp' or 'transformers'",
+        ),
     ],
 )
 def test_every_invalid_setting_is_one_line(key: str, value: object, expected: str) -> None:
@@ -257,7 +261,7 @@ def test_missing_settings_and_settings_that_do_not_fit_together() -> None:
         ({"training": {"learnin_rate": 1}}, "did you mean training.learning_rate?"),
         ({"training": {"per_device_train_batch_size": 8}}, "use training.max_tokens_per_batch"),
         ({"training": {"max_length": 8}}, "did you mean data.max_length?"),
-        ({"training": {"temprature": 8}}, "did you mean data.regenerate.temperature or evaluation.temperature?"),
+        ({"training": {"temprature": 8}}, "did you mean training.temperature?"),
         ({"learning_rate": 1}, "did you mean training.learning_rate?"),
         ({"dtype": "float32"}, "did you mean target.dtype or features.dtype or export.dtype?"),
         ({"trainig": {}}, "did you mean training?"),

@@ -20,14 +20,17 @@ from drafttrain.data.batching import collate
 from drafttrain.data.conversations import DataError
 from drafttrain.data.files import write_beside, write_json
 from drafttrain.drafts.base import Batch
-from drafttrain.target import Target
+from drafttrain.target import Target, TargetHead
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_TOKENS = 50_000
+NO_MASS = -1e4
+"""The log-probability at positions without a teacher: e to it is 0, and unlike -inf it is finite times 0."""
+PADDING = {"topk_log_p": NO_MASS}
 
 
 class FeatureSource(ABC):
-    """attach(batch) fills features, last_hidden, target_lse and target_argmax of a Batch."""
+    """attach(batch) fills the target's part of a Batch: hidden states and statistics, or the likeliest words."""
 
     @abstractmethod
     def attach(self, batch: Batch) -> Batch:
@@ -35,67 +38,125 @@ class FeatureSource(ABC):
 
 
 class OnlineFeatures(FeatureSource):
-    """Runs the target on each batch, under no_grad (not inference_mode: the draft's backward reads these tensors)."""
+    """Runs the target on each batch, under no_grad (not inference_mode: the draft's backward reads these tensors).
 
-    def __init__(self, target: Target, layers: Sequence[int], dtype: torch.dtype = torch.bfloat16):
+    layers may be empty: features stay None. statistics False spares the product with the whole vocabulary: target_lse
+    and target_argmax stay None.
+    """
+
+    def __init__(
+        self, target: Target, layers: Sequence[int], dtype: torch.dtype = torch.bfloat16, statistics: bool = True
+    ):
         self.target, self.layers, self.dtype = target, list(layers), dtype
-        self._head = target.head()
+        self._head = target.head() if statistics else None
 
     @torch.no_grad()
     def attach(self, batch: Batch) -> Batch:
         n = self.target.num_layers
         states = self.target.hidden_states(batch.input_ids, batch.lengths, sorted({*self.layers, n}))
-        last = states[n]
-        needed = batch.loss_mask.roll(-1, 1).bool()
-        needed[:, -1] = False
-        needed = needed.to(last.device)
-        lse = torch.zeros(last.shape[:2], dtype=torch.float32, device=last.device)
-        argmax = torch.zeros(last.shape[:2], dtype=torch.long, device=last.device)
-        lse[needed], argmax[needed] = teacher_statistics(self._head, last[needed])
+        last, lse, argmax = states[n], None, None
+        if self._head is not None:
+            needed = next_supervised(batch.loss_mask).to(last.device)
+            lse, argmax = (placed(needed, values) for values in teacher_statistics(self._head, last[needed]))
+        features = [states[k].to(last.device, self.dtype) for k in self.layers]
         return replace(
             batch,
-            features=torch.cat([states[k].to(last.device) for k in self.layers], -1).to(self.dtype),
+            features=torch.cat(features, -1) if features else None,
             last_hidden=last.to(self.dtype),
             target_lse=lse,
             target_argmax=argmax,
         )
 
 
-def teacher_statistics(head, last_hidden: Tensor, chunk: int = 256) -> tuple[Tensor, Tensor]:
+def next_supervised(loss_mask: Tensor) -> Tensor:
+    """bool [B, T] from loss_mask [B, T]: the positions whose next token is supervised, i.e. where the target's
+    distribution is asked for.
+    """
+    needed = loss_mask.roll(-1, 1).bool()
+    needed[:, -1] = False
+    return needed
+
+
+def placed(needed: Tensor, values: Tensor, padding: float = 0) -> Tensor:
+    """values [R, ..] put at the R true positions of needed bool [B, T]; `padding` elsewhere. [B, T, ..]."""
+    out = values.new_full((*needed.shape, *values.shape[1:]), padding)
+    out[needed] = values
+    return out
+
+
+def teacher_statistics(head: TargetHead, last_hidden: Tensor, chunk: int = 256) -> tuple[Tensor, Tensor]:
     """Full-vocabulary log-sum-exp fp32 [R] and argmax int64 [R] of un-normed last hidden states [R, Ht], a chunk at a
     time.
     """
-    lse, argmax = [], []
-    for part in last_hidden.split(chunk):
-        logits = head(part)
-        largest, index = logits.max(-1)
-        shifted = logits.float().sub_(largest.float()[:, None]).exp_()
-        lse.append(shifted.sum(-1).log() + largest.float())
-        argmax.append(index)
-    if not lse:
-        empty = last_hidden.new_zeros(0)
-        return empty.float(), empty.long()
-    return torch.cat(lse), torch.cat(argmax)
+    parts = [logit_statistics(head(part)) for part in last_hidden.split(chunk)]
+    lse, argmax = (torch.cat(column) for column in zip(*parts, strict=True))
+    return lse, argmax
+
+
+def logit_statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp fp32 [R] and argmax int64 [R] of logits [R, V]; fp32 logits are overwritten."""
+    largest, index = logits.max(-1)
+    largest = largest.float()
+    shifted = logits.float().sub_(largest[:, None]).exp_()
+    return shifted.sum(-1).log() + largest, index
+
+
+class Key(ABC):
+    """What a store on the disk belongs to, a frozen dataclass of plain values; `tensors` names what its shards hold
+    of a Batch.
+    """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[str, ...]:
+        """The fields of a Batch that are stored and attached; int64 is stored as int32."""
+
+    @abstractmethod
+    def token_bytes(self, hidden_size: int) -> int:
+        """See `bytes_per_token`."""
+
+    def plain(self) -> dict:
+        """The key as its manifest holds it."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True)
-class StoreKey:
-    """What stored features belong to: another target, data or layer list makes them useless."""
+class StoreKey(Key):
+    """Hidden states: another target, data or layer list makes them useless. Without layers only hs[n] is held, which
+    is an exact teacher. A store with statistics serves a key without them.
+    """
 
     target_fingerprint: str
     layers: tuple[int, ...]
     dtype: str
     rows_sha256: str
+    statistics: bool = True
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        features = ("features",) if self.layers else ()
+        return (*features, "last_hidden", *(("target_lse", "target_argmax") if self.statistics else ()))
+
+    def token_bytes(self, hidden_size: int) -> int:
+        """(A + 1) x Ht values of the dtype, and 8 bytes of statistics."""
+        return (len(self.layers) + 1) * hidden_size * DTYPES[self.dtype].itemsize + 8 * self.statistics
+
+
+def bytes_per_token(key: Key, hidden_size: int) -> int:
+    """What a token takes on the disk in a store of this key, for a target of hidden size Ht: to be told before it is
+    written.
+    """
+    return key.token_bytes(hidden_size)
 
 
 class StoredFeatures(FeatureSource):
-    """Reads a store written by `write_store`: memory-mapped shards, one slice a row.
+    """Reads a store written by `write_store`: memory-mapped shards, one slice a row, copied once.
 
-    Raises DataError when the store is missing, unfinished, damaged, or belongs to another target, data or layers.
+    Raises DataError when the store is missing, unfinished, damaged, or belongs to another target, data or settings.
     """
 
-    def __init__(self, folder: Path, key: StoreKey, rows: int):
-        self.folder = folder
+    def __init__(self, folder: Path, key: Key, rows: int):
+        self.folder, self.key = folder, key
         manifest = _read_manifest(folder, key)
         if manifest is None or sum(shard["rows"] for shard in manifest["shards"]) != rows:
             raise DataError(
@@ -113,16 +174,19 @@ class StoredFeatures(FeatureSource):
         T = batch.input_ids.shape[1]
         found = [self._row(int(index)) for index in batch.index]
         tensors = {}
-        for name in ("features", "last_hidden", "target_lse", "target_argmax"):
-            out = found[0][name].new_zeros(len(found), T, *found[0][name].shape[1:])
+        for name in self.key.tensors:
+            first = found[0][name]
+            dtype = torch.int64 if first.dtype == torch.int32 else first.dtype
+            out = torch.empty(len(found), T, *first.shape[1:], dtype=dtype)
             for i, row in enumerate(found):
-                out[i, : len(row[name])] = row[name]
-            tensors[name] = out
-        tensors["target_argmax"] = tensors["target_argmax"].long()
-        device = batch.input_ids.device
-        return replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
+                length = len(row[name])
+                out[i, :length] = row[name]
+                out[i, length:] = PADDING.get(name, 0)
+            tensors[name] = out.to(batch.input_ids.device)
+        return replace(batch, **tensors)
 
     def _row(self, index: int) -> dict[str, Tensor]:
+        assert index >= 0, "a row that the draft went on with is not in the store"
         file, start, end = self._places[index]
         if file not in self._open:
             try:
@@ -133,27 +197,28 @@ class StoredFeatures(FeatureSource):
                     "prepare` again"
                 ) from error
         shard = self._open[file]
-        return {name: shard.get_slice(name)[start:end] for name in shard.keys()}  # noqa: SIM118
+        return {name: shard.get_slice(name)[start:end] for name in self.key.tensors}
 
 
 def write_store(
     folder: Path,
-    key: StoreKey,
-    source: OnlineFeatures,
+    key: Key,
+    source: FeatureSource,
     rows: Sequence[dict],
     batch_tokens: int,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Write the features of all rows into shards of about 50,000 tokens, then the manifest; resumes behind the last
-    whole shard.
+    """Write what the source attaches to each row, the key's tensors, into shards of about 50,000 tokens, then the
+    manifest; resumes behind the last whole shard.
 
-    progress is told the tokens done so far. 2 x (A + 1) x Ht bytes a token in a 2-byte dtype, plus 8.
+    progress is told the tokens done so far. A token takes `bytes_per_token` bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = _read_manifest(folder, key) or {"key": _plain(key), "shards": []}
-    manifest["shards"] = list(takewhile(lambda shard: (folder / shard["file"]).exists(), manifest["shards"]))
-    done = sum(shard["rows"] for shard in manifest["shards"])
-    tokens = sum(sum(shard["lengths"]) for shard in manifest["shards"])
+    shards = (_read_manifest(folder, key) or {"shards": []})["shards"]
+    shards = list(takewhile(lambda shard: (folder / shard["file"]).exists(), shards))
+    manifest = {"key": key.plain(), "shards": shards}
+    done = sum(shard["rows"] for shard in shards)
+    tokens = sum(sum(shard["lengths"]) for shard in shards)
     while done < len(rows):
         count, size = 0, 0
         while done + count < len(rows) and (count == 0 or size < SHARD_TOKENS):
@@ -163,30 +228,22 @@ def write_store(
         for batch_rows in _length_batches(rows, range(done, done + count), batch_tokens):
             batch = source.attach(Batch(**collate([rows[i] for i in batch_rows])))
             for b, row in enumerate(batch_rows):
-                parts[row] = {name: _stored(batch, name)[b, : batch.lengths[b]] for name in STORED}
+                parts[row] = {name: getattr(batch, name)[b, : batch.lengths[b]] for name in key.tensors}
             tokens += int(batch.lengths.sum())
             if progress is not None:
                 progress(tokens)
-        file = f"shard-{len(manifest['shards']):05d}.safetensors"
-        tensors = {name: torch.cat([parts[row][name] for row in sorted(parts)]).cpu().contiguous() for name in STORED}
+        file = f"shard-{len(shards):05d}.safetensors"
+        tensors = {name: _stored([parts[row][name] for row in sorted(parts)]) for name in key.tensors}
         write_beside(folder / file, lambda path, tensors=tensors: save_file(tensors, path))
         lengths = [len(rows[i]["input_ids"]) for i in range(done, done + count)]
-        manifest["shards"].append({"file": file, "rows": count, "lengths": lengths})
+        shards.append({"file": file, "rows": count, "lengths": lengths})
         write_json(folder / "manifest.json", manifest)
         done += count
 
 
-STORED = ("features", "last_hidden", "target_lse", "target_argmax")
-
-
-def _stored(batch: Batch, name: str) -> Tensor:
-    tensor = {
-        "features": batch.features,
-        "last_hidden": batch.last_hidden,
-        "target_lse": batch.target_lse,
-        "target_argmax": batch.target_argmax,
-    }[name]
-    return tensor.int() if name == "target_argmax" else tensor
+def _stored(parts: list[Tensor]) -> Tensor:
+    whole = torch.cat(parts)
+    return (whole.int() if whole.dtype == torch.int64 else whole).cpu().contiguous()
 
 
 def _length_batches(rows: Sequence[dict], indices: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -199,33 +256,32 @@ def _length_batches(rows: Sequence[dict], indices: Sequence[int], budget: int) -
     yield batch
 
 
-def _plain(key: StoreKey) -> dict:
-    return {
-        "target_fingerprint": key.target_fingerprint,
-        "layers": list(key.layers),
-        "dtype": key.dtype,
-        "rows_sha256": key.rows_sha256,
-    }
-
-
-def _read_manifest(folder: Path, key: StoreKey) -> dict | None:
+def _read_manifest(folder: Path, key: Key) -> dict | None:
     path = folder / "manifest.json"
     if not path.exists():
         return None
     manifest = json.loads(path.read_text())
-    wrong = [name for name, value in _plain(key).items() if manifest["key"].get(name) != value]
+    found, asked = {"statistics": True, **manifest["key"]}, key.plain()
+    if found["statistics"]:  # Statistics that nobody asks for are no fault.
+        asked.pop("statistics", None)
+    wrong = [name for name, value in asked.items() if found.get(name) != value]
     if wrong:
         raise DataError(
             f"{folder}: the stored features were made for another {', '.join(wrong)} "
-            f"({', '.join(str(manifest['key'].get(name))[:40] for name in wrong)}); "
-            "remove the folder or start a fresh run with --fresh"
+            f"(found {_listed(found, wrong)}; expected {_listed(asked, wrong)}). "
+            "Mend: remove the folder, or start a fresh run with --fresh"
         )
     return manifest
 
 
+def _listed(key: dict, names: Sequence[str]) -> str:
+    return ", ".join(str(key.get(name))[:40] for name in names)
+
+
 @torch.no_grad()
 def channel_statistics(source: FeatureSource, target: Target, rows: Sequence[dict], max_tokens: int = 20_000) -> dict:
-    """feature_rms fp32 [A*Ht] and final_rms fp32 [Ht]: rms of each channel of the features and of norm(hs[n]).
+    """feature_rms fp32 [A*Ht] and final_rms fp32 [Ht]: rms of each channel of the features and of norm(hs[n]), of a
+    source with feature layers.
 
     Over rows spread evenly through the data, position 0 of each row left out: a BOS is an attention sink whose
     features are far off scale. Some channels of real targets are thousands of times the median, hence a static scale

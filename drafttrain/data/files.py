@@ -36,6 +36,7 @@ def replace_folder(path: Path, fill: Callable[[Path], None]) -> None:
     new.mkdir()
     try:
         fill(new)
+        _readable(new)
         if path.exists():
             os.rename(path, old)
         os.rename(new, path)
@@ -44,3 +45,14 @@ def replace_folder(path: Path, fill: Callable[[Path], None]) -> None:
         if not path.exists() and old.exists():
             os.rename(old, path)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _readable(folder: Path) -> None:
+    """Give every file the mode that the umask says: some libraries write for the owner alone, and an engine may run as
+    another user.
+    """
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)

@@ -23,6 +23,7 @@ from drafttrain.data.features import (
     OnlineFeatures,
     StoredFeatures,
     StoreKey,
+    bytes_per_token,
     channel_statistics,
     write_store,
 )
@@ -30,7 +31,9 @@ from drafttrain.data.files import replace_folder, write_beside, write_json
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.regenerate import regenerate
 from drafttrain.data.run_folder import RunFolder
+from drafttrain.data.teacher_cache import TopKFeatures, TopKKey, write_topk
 from drafttrain.data.vocab import DraftVocab, build_draft_vocab, coverage, load_vocab, save_vocab, special_ids
+from drafttrain.drafts.students import check_kept, choose_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, check_feature_layers, default_feature_layers
 
@@ -42,7 +45,7 @@ WHOLE_BYTES, PART_BYTES = 64 * 2**20, 2**20
 @dataclass
 class Prepared:
     """What training and evaluation need: rows {"index", "input_ids", "loss_mask"} of a split, draft vocabulary, rms
-    of channels.
+    of channels, and, for a pruned small model, the layers it keeps.
     """
 
     folder: Path
@@ -51,17 +54,32 @@ class Prepared:
     vocab: DraftVocab
     statistics: dict[str, torch.Tensor]
     layers: list[int]
+    kept_layers: list[int] | None = None
 
     def source(self, recipe: Recipe, target: Target, split: str) -> FeatureSource:
         """Where the features of a split come from, as the recipe says."""
-        if recipe.features.source == "online":
-            return OnlineFeatures(target, self.layers, DTYPES[recipe.features.dtype])
+        if not _stored(recipe, split):
+            return online_source(recipe, target, self.layers)
         key = _store_key(recipe, target, self.layers, self.rows[split])
-        return StoredFeatures(self.folder / "features" / split, key, len(self.rows[split]))
+        return _open_store(self.folder / "features" / split, key, len(self.rows[split]))
+
+
+def online_source(recipe: Recipe, target: Target, layers: list[int]) -> OnlineFeatures:
+    """The target itself, run on each batch: the hs[k] of `layers`, and statistics where the draft needs them."""
+    return OnlineFeatures(target, layers, DTYPES[recipe.features.dtype], needs_statistics(recipe))
+
+
+def needs_statistics(recipe: Recipe) -> bool:
+    """Whether the full vocabulary's log-sum-exp and argmax are taken with the features: a small model that drafts every
+    word finds them in its own loss.
+    """
+    return recipe.method != "kd" or recipe.data.draft_vocab is not None
 
 
 def feature_layers(recipe: Recipe, target: Target) -> list[int]:
-    """The hs[k] of the recipe, or the default three. TargetError where they do not fit the target."""
+    """The hs[k] of the recipe, or the default three; none for a small model. TargetError where they do not fit."""
+    if recipe.method == "kd":
+        return []
     if recipe.features.layers is None:
         return default_feature_layers(target.num_layers)
     return check_feature_layers(recipe.features.layers, target.num_layers)
@@ -85,9 +103,10 @@ def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print) ->
     sources = {}
     for split in rows:
         sources[split] = _source(split, recipe, run, target, layers, rows[split], say)
-    statistics = _statistics(run, target, sources["train"], rows["train"], layers)
+    statistics = _statistics(run, target, sources["train"], rows["train"], layers) if layers else {}
+    kept = _kept_layers(recipe, target, rows["train"], manifest, say)
     write_json(run.prepared / "manifest.json", manifest)
-    return Prepared(run.prepared, manifest, rows, vocab, statistics, layers)
+    return Prepared(run.prepared, manifest, rows, vocab, statistics, layers, kept)
 
 
 def load_prepared(recipe: Recipe, run: RunFolder, target: Target) -> Prepared:
@@ -202,25 +221,61 @@ def _vocab(recipe: Recipe, run: RunFolder, target: Target, rows: dict, manifest:
     return vocab
 
 
-def _store_key(recipe: Recipe, target: Target, layers: list[int], rows: list[dict]) -> StoreKey:
+def _kept_layers(recipe: Recipe, target: Target, rows: list[dict], manifest: dict, say: Say) -> list[int] | None:
+    """The layers of the target that a pruned small model keeps; chosen once, so that a resumed run has the same."""
+    settings = recipe.draft
+    if recipe.method != "kd" or settings.init_from or settings.student == "fresh":
+        return None
+    asked = [settings.keep_layers, settings.num_hidden_layers, settings.choose_layers]
+    if manifest.get("kept_layers", {}).get("asked") != asked:
+        if settings.keep_layers is not None:
+            kept = check_kept(settings.keep_layers, target.num_layers)
+        else:
+            count = settings.num_hidden_layers or max(2, target.num_layers // 3)
+            tokens = [row["input_ids"] for row in rows]
+            kept = choose_layers(target, count, settings.choose_layers, tokens)
+        manifest["kept_layers"] = {"asked": asked, "layers": kept}
+    kept = manifest["kept_layers"]["layers"]
+    say(f"student: layers {' '.join(map(str, kept))} of the target's {target.num_layers}")
+    return kept
+
+
+def _stored(recipe: Recipe, split: str) -> bool:
+    """Whether a split's features are written. Validation asks the target itself where training has only its likeliest
+    words: acceptance measured on those would be too high.
+    """
+    return recipe.features.source == "store" or (recipe.features.source == "topk" and split == "train")
+
+
+def _store_key(recipe: Recipe, target: Target, layers: list[int], rows: list[dict]) -> StoreKey | TopKKey:
     digest = hashlib.sha256()
     for row in rows:
         digest.update(repr((row["input_ids"], row["loss_mask"])).encode())
-    return StoreKey(target.fingerprint, tuple(layers), recipe.features.dtype, digest.hexdigest())
+    if recipe.features.source == "topk":
+        return TopKKey(target.fingerprint, recipe.features.top_k, digest.hexdigest())
+    dtype = recipe.features.dtype
+    return StoreKey(target.fingerprint, tuple(layers), dtype, digest.hexdigest(), needs_statistics(recipe))
+
+
+def _open_store(folder: Path, key: StoreKey | TopKKey, rows: int) -> FeatureSource:
+    return TopKFeatures(folder, key, rows) if isinstance(key, TopKKey) else StoredFeatures(folder, key, rows)
 
 
 def _source(split, recipe: Recipe, run: RunFolder, target: Target, layers, rows: list[dict], say: Say) -> FeatureSource:
-    online = OnlineFeatures(target, layers, DTYPES[recipe.features.dtype])
-    if recipe.features.source == "online":
+    online = online_source(recipe, target, layers)
+    if not _stored(recipe, split):
         return online
     tokens = sum(len(row["input_ids"]) for row in rows)
-    width = (len(layers) + 1) * target.hidden_size * DTYPES[recipe.features.dtype].itemsize + 8
+    key = _store_key(recipe, target, layers, rows)
+    width = bytes_per_token(key, target.hidden_size)
     folder = run.prepared / "features" / split
     say(f"features ({split}): {tokens} tokens x {width} bytes = {tokens * width / 2**30:.2f} GiB in {folder}")
-    key = _store_key(recipe, target, layers, rows)
     with progress_bar(f"features ({split})", tokens) as update:
-        write_store(folder, key, online, rows, recipe.features.batch_tokens, update)
-    return StoredFeatures(folder, key, len(rows))
+        if isinstance(key, TopKKey):
+            write_topk(folder, key, target, rows, recipe.features.batch_tokens, update)
+        else:
+            write_store(folder, key, online, rows, recipe.features.batch_tokens, update)
+    return _open_store(folder, key, len(rows))
 
 
 def _statistics(run: RunFolder, target: Target, source: FeatureSource, rows: list[dict], layers: list[int]) -> dict:

@@ -64,14 +64,11 @@ def coverage(vocab: DraftVocab, rows: Rows) -> float:
 
     Raises DataError when nothing is supervised in them.
     """
-    total = inside = 0
-    for ids, mask in rows:
-        supervised = _supervised(ids, mask)
-        total += len(supervised)
-        inside += int(torch.isin(supervised, vocab.ids).sum())
-    if not total:
+    supervised = [_supervised(ids, mask) for ids, mask in rows]
+    tokens = torch.cat(supervised) if supervised else torch.zeros(0, dtype=torch.long)
+    if not len(tokens):
         raise DataError("found no supervised token to measure the draft vocabulary on; check the data and its mask")
-    return inside / total
+    return int(torch.isin(tokens, vocab.ids).sum()) / len(tokens)
 
 
 def special_ids(target: Target) -> list[int]:

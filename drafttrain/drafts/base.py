@@ -4,6 +4,7 @@ Proposer.
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.errors import UserError
 from drafttrain.nn.fused_losses import StepFigures
+from drafttrain.nn.objective import Objective
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
 from drafttrain.nn.tree import Tree
 from drafttrain.target import Target, TargetStep
+
+GATE_NATS = 0.5
 
 
 class DraftError(UserError):
@@ -120,7 +124,9 @@ class Batch:
 
     input_ids int64 [B, T], loss_mask bool [B, T] (1: the target produces this token), lengths int64 [B]; attached by a
     FeatureSource: features [B, T, A*Ht] (ascending layers), last_hidden [B, T, Ht] (un-normed hs[n]), target_lse fp32
-    [B, T], target_argmax int64 [B, T].
+    [B, T], target_argmax int64 [B, T], topk_ids int64 and topk_log_p fp32 [B, T, k] (the target's likeliest tokens
+    after each position and their full-vocabulary log-probabilities, falling). Which of them are attached, the others
+    staying None, depends on the source.
     """
 
     input_ids: Tensor
@@ -132,6 +138,8 @@ class Batch:
     last_hidden: Tensor | None = None
     target_lse: Tensor | None = None
     target_argmax: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_log_p: Tensor | None = None
 
 
 @dataclass
@@ -150,6 +158,28 @@ class Draft(nn.Module, ABC):
     method: ClassVar[str]
     feature_layers: list[int]
     draft_vocab_size: int
+    objective: Objective
+    """What a row's loss is; training sets it."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """How many steps the figures of `forward` have."""
+
+    @property
+    def start_limit(self) -> float:
+        """A start-up loss (`calibrate`) above so many nats says that something does not fit: half a nat more than
+        guessing.
+        """
+        return math.log(self.draft_vocab_size) + GATE_NATS
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: the state but for frozen weights that belong to the target."""
+        return self.state_dict()
+
+    def load_trained_state(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+        self.load_state_dict(tensors)
 
     @abstractmethod
     def forward(self, batch: Batch) -> DraftLoss:

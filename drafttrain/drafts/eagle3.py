@@ -19,8 +19,10 @@ from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, supervis
 from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.eagle3_proposer import Eagle3Proposer
 from drafttrain.drafts.eagle3_tree import Eagle3TreeProposer
-from drafttrain.nn.fused_losses import StepFigures, fused_draft_loss
+from drafttrain.nn.fused_losses import DraftHead, StepFigures, fused_draft_loss
+from drafttrain.nn.objective import Objective
 from drafttrain.nn.rotary import RotaryTable, rotate
+from drafttrain.nn.teacher import DenseTeacher
 from drafttrain.nn.tree import Tree
 from drafttrain.nn.ttt_attention import ttt_attention
 from drafttrain.target import Target
@@ -126,13 +128,17 @@ class Eagle3Draft(Draft):
         self.register_buffer("feature_rms", torch.ones(self.fc.in_features))
         self.register_buffer("d2t", ids - torch.arange(len(ids)))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
-        self.ttt_steps, self.step_decay, self.loss = 7, 0.8, "forward_kl"
+        self.ttt_steps, self.step_decay, self.objective = 7, 0.8, Objective.of("forward_kl")
         self.embed_weight: Tensor | None = None
         self.teacher = None
         self._draft_index: Tensor | None = None
         self._rotary = RotaryTable(
             config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
+
+    @property
+    def steps(self) -> int:
+        return self.ttt_steps
 
     @property
     def draft_ids(self) -> Tensor:
@@ -258,14 +264,12 @@ class Eagle3Draft(Draft):
         steps = min(self.ttt_steps, max(batch.input_ids.shape[1] - 2, 1))
         objective, figures = fused_draft_loss(
             self.unroll(batch.input_ids, batch.features, steps),
-            self.lm_head.weight,
+            DraftHead(self.lm_head.weight),
             supervised_rows(batch.loss_mask.bool(), steps),
             [self.step_decay**k for k in range(steps)],
-            self.teacher,
-            batch.last_hidden,
-            batch.target_lse,
+            DenseTeacher(self.teacher, batch.last_hidden, batch.target_lse),
+            self.objective,
             self._draft_index[batch.target_argmax],
-            self.loss,
         )
         return DraftLoss(objective, pad_figures(figures, self.ttt_steps))
 

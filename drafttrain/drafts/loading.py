@@ -13,10 +13,14 @@ from torch import Tensor
 from drafttrain.drafts.base import Draft, DraftError, check_provenance
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.eagle3_config import ARCHITECTURE, Eagle3Config
+from drafttrain.drafts.kd import KdDraft
+from drafttrain.drafts.students import build_student
+from drafttrain.nn.objective import Objective
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target
 
 KINDS = {ARCHITECTURE: Eagle3Draft}
+"""By the architecture in config.json; whole causal language models are small drafts (KdDraft)."""
 
 
 def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
@@ -42,13 +46,15 @@ def _kind(folder: Path) -> type[Draft]:
         architectures = json.loads((folder / "config.json").read_text()).get("architectures")
     except json.JSONDecodeError as error:
         raise DraftError(f"{folder / 'config.json'} is not JSON ({error}). Mend: export the draft again.") from error
-    kind = KINDS.get((architectures or [""])[0])
-    if kind is None:
-        raise DraftError(
-            f"{folder / 'config.json'}: architectures is {architectures}. Expected one of {', '.join(KINDS)}. "
-            "Mend: give a draft checkpoint, not a whole model."
-        )
-    return kind
+    name = (architectures or [""])[0]
+    if name in KINDS:
+        return KINDS[name]
+    if name.endswith("ForCausalLM"):
+        return KdDraft
+    raise DraftError(
+        f"{folder / 'config.json'}: architectures is {architectures}. Expected one of {', '.join(KINDS)}, or a causal "
+        "language model (..ForCausalLM). Mend: give a draft checkpoint or a small model of the same vocabulary."
+    )
 
 
 def find_draft(name_or_path: str | Path) -> Path:
@@ -76,21 +82,43 @@ def find_draft(name_or_path: str | Path) -> Path:
 
 
 def new_draft(
-    recipe: Recipe, target: Target, feature_layers: list[int], draft_ids: Tensor, statistics: dict[str, Tensor]
+    recipe: Recipe,
+    target: Target,
+    feature_layers: list[int],
+    draft_ids: Tensor,
+    statistics: dict[str, Tensor],
+    kept_layers: list[int] | None = None,
 ) -> Draft:
     """A freshly initialised draft of the recipe's method on the target's device, attached, with its training settings.
 
-    draft_ids int64 [Vd]: the draft vocabulary; statistics: feature_rms [A*Ht] and final_rms [Ht]. Raises DraftError
-    for a method or setting that this version does not build.
+    draft_ids int64 [Vd]: the draft vocabulary; statistics: feature_rms [A*Ht] and final_rms [Ht] (methods that read
+    features); kept_layers: the layers of a pruned small model. Raises DraftError for what this version does not build.
     """
-    if recipe.method != "eagle3":
-        raise DraftError(f"method is {recipe.method!r}; this version trains eagle3. Mend: method: eagle3.")
-    if recipe.draft.init_from is not None:
-        raise DraftError("draft.init_from is set; warm starts are not built yet. Mend: leave it out.")
-    config = Eagle3Config.for_target(target, recipe.draft, feature_layers, len(draft_ids))
-    draft = Eagle3Draft(config, draft_ids).to(target.device).attach(target)
-    draft.initialise(**statistics, seed=recipe.training.seed)
-    draft.ttt_steps = recipe.training.ttt_steps
-    draft.step_decay = recipe.training.step_decay
-    draft.loss = recipe.training.loss
+    if recipe.method == "kd":
+        draft = _new_small_model(recipe, target, draft_ids, kept_layers)
+    elif recipe.method == "eagle3":
+        if recipe.draft.init_from is not None:
+            raise DraftError("draft.init_from is set; warm starts are not built yet. Mend: leave it out.")
+        config = Eagle3Config.for_target(target, recipe.draft, feature_layers, len(draft_ids))
+        draft = Eagle3Draft(config, draft_ids).to(target.device).attach(target)
+        draft.initialise(**statistics, seed=recipe.training.seed)
+        draft.ttt_steps = recipe.training.ttt_steps
+        draft.step_decay = recipe.training.step_decay
+    else:
+        raise DraftError(f"method is {recipe.method!r}; this version trains eagle3 and kd. Mend: one of them.")
+    draft.objective = Objective.from_config(recipe.training)
     return draft
+
+
+def _new_small_model(recipe: Recipe, target: Target, draft_ids: Tensor, kept_layers: list[int] | None) -> KdDraft:
+    student = build_student(recipe.draft, target, kept_layers, recipe.training.seed)
+    name = recipe.draft.init_from or student_title(recipe, target, kept_layers)
+    draft = KdDraft(student, draft_ids, name=name).to(target.device).attach(target)
+    return draft.starts_worse_than_guessing() if kept_layers is not None else draft
+
+
+def student_title(recipe: Recipe, target: Target, kept_layers: list[int] | None) -> str:
+    """What a small model made from the target is called in reports."""
+    if kept_layers is not None:
+        return f"{target.title}, layers {' '.join(map(str, kept_layers))}"
+    return f"{target.title}, width {recipe.draft.hidden_size} x {recipe.draft.num_hidden_layers or 'default'} layers"

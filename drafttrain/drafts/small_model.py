@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drafttrain.drafts.base import DraftError, Proposal, Proposer, Stop, draft_chain
 from drafttrain.nn.cache import RaggedCache
@@ -115,7 +116,7 @@ class SmallModelProposer(Proposer):
 
 def with_head_rows(model: Target, ids: Tensor) -> Target:
     """The same model with a head of the rows ids [Vd] alone (a copy of them): logits [.., Vd]. All else is shared."""
-    small = _sharing_copy(model)
+    small = sharing_copy(model.model)
     old = small.get_output_embeddings()
     head = nn.Linear(old.in_features, len(ids), bias=old.bias is not None, device="meta")
     head.weight = nn.Parameter(old.weight[ids.to(old.weight.device)], requires_grad=False)
@@ -136,7 +137,7 @@ def prune_layers(model: Target, keep: Sequence[int]) -> Target:
             f"the layers to keep are {layers}. Expected rising distinct numbers within 0..{model.num_layers - 1}, one "
             f"at least: the layers of {model.title}, counted from 0."
         )
-    small = _sharing_copy(model)
+    small = sharing_copy(model.model)
     config = small.config.get_text_config(decoder=True)
     decoder, _ = find_decoder(small)
     decoder.layers = nn.ModuleList(decoder.layers[i] for i in layers)
@@ -152,7 +153,7 @@ def prune_layers(model: Target, keep: Sequence[int]) -> Target:
     return Target.from_model(small, model.tokenizer, f"{model.name}, {len(layers)} layers")
 
 
-def _sharing_copy(model: Target) -> nn.Module:
-    """A copy of modules and config around the very same tensors."""
-    tensors = [*model.model.parameters(), *model.model.buffers()]
-    return copy.deepcopy(model.model, {id(tensor): tensor for tensor in tensors})
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of modules and config around the very same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

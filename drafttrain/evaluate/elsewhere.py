@@ -6,21 +6,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from drafttrain.drafts.eagle3_config import Eagle3Config
-from drafttrain.evaluate.roofline import Roofline, find_device, predict
+from drafttrain.drafts.base import Draft
+from drafttrain.drafts.kd import KdDraft
+from drafttrain.evaluate.roofline import FAMILIES, DraftShape, Roofline, find_device, predict, shape_of
 from drafttrain.target import Target
 
 
 def rooflines(
     report: Mapping[str, Any],
     target: Target,
-    shapes: Mapping[str, Eagle3Config | None],
+    shapes: Mapping[str, DraftShape],
     devices: Sequence[str],
     context: float = 1024,
 ) -> list[dict[str, Any]]:
     """For each device and draft, `predict` with the acceptance of its deepest greedy chain at the smallest concurrency.
 
-    shapes: {kind as in the report: the draft's config, None for lookup}. context: cached tokens of a request.
+    shapes: {kind as in the report: the draft's config or shape, None for lookup}. context: cached tokens of a request.
     Nothing for a draft that was never accepted. RooflineError for a device or target that has no numbers.
     """
     found = []
@@ -33,6 +34,13 @@ def rooflines(
                 predicted = predict(roofline, target.config, shape, rates, context=context)
                 found.append({"label": run["label"], "context": context, "per_position_acceptance": rates, **predicted})
     return found
+
+
+def counted_shape(draft: Draft) -> DraftShape:
+    """What the roofline counts of a draft: its config, of a small model whose head has some words alone a shape."""
+    if isinstance(draft, KdDraft) and not draft.whole_vocabulary and draft.shape.model_type in FAMILIES:
+        return shape_of(draft.shape, draft.draft_vocab_size)
+    return draft.shape
 
 
 def _deepest(runs: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:

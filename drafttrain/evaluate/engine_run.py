@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
+from drafttrain.evaluate.engine_settings import VLLM_METHODS
 from drafttrain.evaluate.engines import ROOM, EngineDraft, EngineError, evaluate_server, evaluate_vllm
 from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
 from drafttrain.evaluate.run import gather_prompts, load_prompts, samplings_of
@@ -98,14 +99,14 @@ def evaluate_in_vllm(
             "--engine-python PATH"
         )
     folder = find_draft(source)
-    draft_method(folder)
+    method = VLLM_METHODS[draft_method(folder)]
     name, gathered = gather_prompts(settings, recipe, target, say)
     room = target.max_positions - settings.max_new_tokens - max(settings.k) - ROOM
     prompts = [prompt for prompt in gathered if len(prompt.ids) <= room]
     if len(prompts) < len(gathered):
         say(f"left out: {len(gathered) - len(prompts)} prompts of more than {room} tokens")
     sampling = samplings_of(settings)[0]
-    drafts = [EngineDraft(draft_method(folder), folder), *([NGRAM] if settings.ngram else [])]
+    drafts = [EngineDraft(method, folder), *([NGRAM] if settings.ngram else [])]
     plain = None
     if sampling.greedy:
         say(f"our own plain decoding of {len(prompts)} prompts, to compare the text with")

@@ -143,8 +143,10 @@ FAMILIES = {
 }
 
 
-def shape_of(config: PretrainedConfig) -> ModelShape:
-    """The shape of a transformers model, from its config. RooflineError for a model type that is not counted here."""
+def shape_of(config: PretrainedConfig, head_rows: int | None = None) -> ModelShape:
+    """The shape of a transformers model, from its config. head_rows: of a draft whose head has so many words alone, a
+    copy beside the table. RooflineError for a model type that is not counted here.
+    """
     text = config.get_text_config(decoder=True)
     if text.model_type not in FAMILIES:
         raise RooflineError(
@@ -166,13 +168,14 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     if values.get("mlp_bias"):
         dense += 2 * values["intermediate_size"] + H
     head = values["vocab_size"] * H
+    own_head = head_rows is not None and head_rows < values["vocab_size"]
     return ModelShape(
         fixed=layers * attention
         + (layers - len(sparse)) * dense
         + len(sparse) * experts * (H + family.expert_bias)  # routers
         + H
-        + head,
-        table=0 if values["tie_word_embeddings"] else head,
+        + (head_rows * H if own_head else head),
+        table=0 if values["tie_word_embeddings"] and not own_head else head,
         expert=3 * H * inner + (2 * inner + H) * family.expert_bias if sparse else 0,
         experts=experts,
         topk=values["num_experts_per_tok"] if experts else 0,
@@ -203,41 +206,54 @@ def eagle3_shapes(config: Eagle3Config) -> tuple[ModelShape, ModelShape]:
     return ModelShape(step, kv=kv), ModelShape(step + fuse, kv=kv)
 
 
+DraftShape = Eagle3Config | PretrainedConfig | ModelShape | None
+"""What drafts: an EAGLE-3 module, a small model (its config, or its shape), or nothing that costs (lookup)."""
+
+
 @dataclass(frozen=True)
 class Roofline:
-    """A device and how models lie on it: bytes of a weight and of a cached value, seconds a forward costs at least."""
+    """A device and how models lie on it: bytes of a weight and of a cached value, seconds a forward costs at least.
+
+    layer_overhead: seconds that each layer takes besides, however few its bytes (kernels start one after another).
+    Beside a large target nothing; for small drafts it is what makes depth dearer than width (arXiv 2402.01528).
+    """
 
     device: Device
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     overhead: float = 0.0
+    layer_overhead: float = 0.0
 
     def seconds(self, shape: ModelShape, n: float, batch: int = 1, context: float = 0.0) -> float:
         """A forward over n tokens of each of `batch` rows, behind `context` cached ones."""
         moved = shape.read(n * batch) * self.weight_bytes + batch * shape.cached(context) * self.kv_bytes
         computed = 2 * shape.active * n * batch
-        return max(moved / self.device.bandwidth, computed / self.device.flops) + self.overhead
+        least = self.overhead + len(shape.kv) * self.layer_overhead
+        return max(moved / self.device.bandwidth, computed / self.device.flops) + least
 
     def draft_line(
-        self, draft: Eagle3Config | PretrainedConfig | None, committed: float, batch: int, context: float
+        self, draft: DraftShape, acceptance: Sequence[float], batch: int, context: float
     ) -> tuple[float, float]:
-        """(a, b) seconds: a round of K drafts takes a + b K. None drafts for nothing (lookup); a small model runs K
-        times; EAGLE-3 commits the accepted tokens in one pass, which gives the first draft, and steps K - 1 times.
+        """(a, b) seconds: a round of K drafts takes a + b K, from the joint rates of the last round.
+
+        None drafts for nothing (lookup). A small model runs K times, the first time over the last token and, where all
+        drafts stood, the last of them too. EAGLE-3 commits the accepted tokens in one pass, which gives the first
+        draft, and steps K - 1 times.
         """
         if draft is None:
             return 0.0, 0.0
         if isinstance(draft, Eagle3Config):
-            step, commit = (
-                self.seconds(shape, n, batch, context)
-                for shape, n in zip(eagle3_shapes(draft), (1, committed), strict=True)
-            )
-            return commit - step, step
-        return 0.0, self.seconds(shape_of(draft), 1, batch, context)
+            (each, commit), tokens = eagle3_shapes(draft), tau_at(acceptance, len(acceptance))
+        else:
+            each = draft if isinstance(draft, ModelShape) else shape_of(draft)
+            commit, tokens = each, 1 + acceptance[-1]
+        step = self.seconds(each, 1, batch, context)
+        return self.seconds(commit, tokens, batch, context) - step, step
 
     def model(
         self,
         target: PretrainedConfig,
-        draft: Eagle3Config | PretrainedConfig | None,
+        draft: DraftShape,
         acceptance: Sequence[float],
         concurrency: int = 1,
         context: float = 1024,
@@ -246,7 +262,7 @@ class Roofline:
         shape, deepest = shape_of(target), len(acceptance)
         widths = range(1, deepest + 2)
         plain = self.seconds(shape, 1, concurrency, context)
-        a, b = self.draft_line(draft, tau_at(acceptance, deepest), concurrency, context)
+        a, b = self.draft_line(draft, acceptance, concurrency, context)
         verify = {float(n): self.seconds(shape, n, concurrency, context) / plain for n in widths}
         return CostModel({deepest: acceptance}, (a / plain, b / plain), verify, concurrency=concurrency)
 

@@ -2,6 +2,7 @@
 run, its untrained self.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from drafttrain.data.prepare import conversation_prompt
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Draft
+from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.loading import load_draft
 from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
 from drafttrain.evaluate.report import EvaluationError
@@ -78,9 +80,20 @@ def tree_of(settings: TreeConfig | None) -> Tree | None:
 def draft_candidates(
     label: str, draft: Draft, source: str | Path, target: Target, settings: EvaluationConfig
 ) -> list[Candidate]:
-    """The draft as a chain, and beside it with the tree and the policy that the settings ask for."""
+    """The draft as a chain, and beside it with the quantised weights, the tree and the policy that the settings ask
+    for. EvaluationError for quantised weights of another draft than a small model.
+    """
     plain = Candidate(label, draft.method, lambda: draft.proposer(target), True, str(source))
     out = [plain]
+    if settings.quantize and not isinstance(draft, KdDraft):
+        raise EvaluationError(
+            f"--quantize is for small models (method kd), and {label} is {draft.method}. Mend: leave it out"
+        )
+    for kind in settings.quantize:
+        proposer = draft.proposer(target, quantize=kind)
+        # Copies, so that the model is quantised once for all K: a proposer's state begins anew with each text.
+        make = partial(copy.copy, proposer)
+        out.append(Candidate(f"{label} {kind}", draft.method, make, True, str(source)))
     tree = tree_of(settings.tree)
     if tree is not None:
         deep = tuple(k for k in settings.k if not isinstance(tree, StaticTree) or k <= tree.depth)

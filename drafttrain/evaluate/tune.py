@@ -20,7 +20,7 @@ from drafttrain.data.conversations import DataError
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import find_draft, load_draft
 from drafttrain.evaluate.cost import CostModel, break_even, model_from_runs
-from drafttrain.evaluate.elsewhere import print_rooflines, rooflines
+from drafttrain.evaluate.elsewhere import counted_shape, print_rooflines, rooflines
 from drafttrain.evaluate.engine_settings import SGLANG_ALGORITHMS, VLLM_METHODS, engine_settings
 from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.roofline import find_device, shape_of
@@ -403,6 +403,6 @@ def tune_draft(
         bar=progress_bar,
         say=say,
     )
-    shapes = {draft.method: draft.shape, **({"ngram": None} if settings.ngram else {})}
+    shapes = {draft.method: counted_shape(draft), **({"ngram": None} if settings.ngram else {})}
     report["tune"]["roofline"] = rooflines(report, target, shapes, devices, context)
     return report

@@ -1,25 +1,35 @@
 """Loss, gradient and acceptance figures of all unroll steps in one chunked pass: [rows, vocabulary] logits exist only
-for a chunk.
+for a chunk, wide (fp32) ones only for a block of it.
 
 Rows are walked by TEACHER position: p of one position serves every unroll step that predicts it, so the teacher's
-product is paid once instead of once a step. The gradient is formed in the forward and scaled in the backward.
+product is paid once instead of once a step. The gradient is formed in the forward, over the logits, and scaled in the
+backward.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-LOSSES = ("forward_kl", "cross_entropy")
+from drafttrain.nn.objective import Objective, Pair, combined
+from drafttrain.nn.teacher import DenseTeacher, DraftWords, TopKTeacher
+
+CHUNK_ELEMENTS = 2**26
+"""Logits of teacher and unroll steps that exist at once, in the compute dtype: 128 MiB in bf16."""
+BLOCK_ELEMENTS = {"cpu": 2**20}
+"""Elements of one wide matrix: about half a dozen of them exist, and on CPUs they are to stay in the cache."""
+BLOCK_ELEMENTS_ELSEWHERE = 2**23
+LEAST_ROWS = 16
+"""Of a chunk and of a block: with fewer, a CPU shared with others spends its time at the threads' barriers."""
 
 
 @dataclass
 class StepFigures:
     """Detached fp32 sums over the valid rows of each unroll step, each [K]; divide by `rows` to read them.
 
-    loss: the unweighted loss. hits: draft argmax = target argmax. alpha: sum min(p, q). joint: hits at this and all
-    earlier steps of the same row (its mean is the teacher-forced joint acceptance at that depth).
+    loss: the objective without the steps' weights. hits: draft argmax = target argmax. alpha: sum min(p, q) at
+    temperature 1. joint: hits at this and all earlier steps of the same row (its mean is the teacher-forced joint
+    acceptance at that depth).
     """
 
     rows: Tensor
@@ -29,120 +39,223 @@ class StepFigures:
     joint: Tensor
 
 
+@dataclass
+class DraftHead:
+    """The draft's head: weight [Vd, H], bias [Vd] (frozen) or None, then logits * scale, then c * tanh(logits / c).
+
+    The order is the target head's. A weight that does not require grad costs neither a gradient buffer nor a product.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float | None = None
+
+    def __post_init__(self):
+        assert self.bias is None or not self.bias.requires_grad, "the bias of a draft's head is not trained"
+
+    def shaped(self, product: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits [n, Vd] in dtype, a matrix of their own, from the bare product of states and weight."""
+        z = product.to(dtype, copy=True)
+        if self.bias is not None:
+            z.add_(self.bias.to(dtype))
+        if self.scale is not None:
+            z.mul_(self.scale)
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z
+
+    def unshaped(self, dz: Tensor, z: Tensor) -> Tensor:
+        """The gradient with respect to the bare product, written over dz, from that with respect to the logits z."""
+        if self.softcap is not None:
+            dz.sub_(z.div(self.softcap).square_().mul_(dz))
+        return dz if self.scale is None else dz.mul_(self.scale)
+
+
 def fused_draft_loss(
     states: list[Tensor],
-    head_weight: Tensor,
+    head: DraftHead,
     valid: Tensor,
     step_weights: list[float],
-    teacher: Callable[[Tensor], Tensor],
-    teacher_states: Tensor,
-    target_lse: Tensor,
-    target_index: Tensor,
-    loss: str = "forward_kl",
-    chunk: int = 512,
+    teacher: DenseTeacher | TopKTeacher,
+    objective: Objective,
+    target_index: Tensor | None = None,
+    token_index: Tensor | None = None,
+    chunk: int | None = None,
 ) -> tuple[Tensor, StepFigures]:
-    """Weighted sum of the losses of K unroll steps, and the figures of each step.
+    """Weighted sum of the objective over K unroll steps, and the figures of each step.
 
     states: K tensors [B, T, H], already normed; row p of step k predicts x[p+2+k], so its teacher sits at position
-    p+1+k. head_weight [Vd, H]; valid bool [K, B, T]; teacher maps [n, Ht] of teacher_states [B, T, Ht] to logits [n,
-    Vd]; target_lse fp32 [B, T] over the full vocabulary; target_index int64 [B, T]: the target's argmax as a draft
-    index, -1 outside.
+    p+1+k. valid bool [K, B, T]. target_index int64 [B, T]: the target's argmax at that teacher position as a draft
+    index, -1 outside (None: the teacher is asked, which a dense one over a draft vocabulary cannot tell). token_index
+    int64 [B, T]: at teacher position t the draft index of x[t+1], -1 outside; only next_token needs it. chunk: teacher
+    positions at once (None: after `CHUNK_ELEMENTS`).
     """
-    assert loss in LOSSES, loss
+    loss, figures, _ = fused_draft_loss_with_hits(
+        states, head, valid, step_weights, teacher, objective, target_index, token_index, chunk
+    )
+    return loss, figures
+
+
+def fused_draft_loss_with_hits(
+    states: list[Tensor],
+    head: DraftHead,
+    valid: Tensor,
+    step_weights: list[float],
+    teacher: DenseTeacher | TopKTeacher,
+    objective: Objective,
+    target_index: Tensor | None = None,
+    token_index: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, StepFigures, Tensor]:
+    """`fused_draft_loss`, and whether the draft's choice is the target's: bool [K, B * T], where `valid` holds."""
+    assert token_index is not None or "next_token" not in objective.weights, "next_token needs token_index"
     device = states[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states[0].dtype
     valid = valid.flatten(1)
     plan = _Plan(
         valid,
         step_weights,
+        head,
         teacher,
-        teacher_states.flatten(0, 1),
-        target_lse.flatten(),
-        target_index.flatten(),
-        loss,
-        chunk,
+        objective,
+        None if target_index is None else target_index.flatten(),
+        None if token_index is None else token_index.flatten(),
+        chunk or min(max(CHUNK_ELEMENTS // (len(head.weight) * (len(states) + 1)), LEAST_ROWS), 512),
         dtype,
+        torch.is_grad_enabled(),
     )
     with torch.autocast(device, enabled=False):
-        objective, figures, hit = _FusedDraftLoss.apply(plan, head_weight, *[s.flatten(0, 1).to(dtype) for s in states])
+        loss, figures, hit = _FusedDraftLoss.apply(plan, head.weight, *[s.flatten(0, 1).to(dtype) for s in states])
     joint = (hit & valid).long().cumprod(0).sum(1).float()
     rows = valid.sum(1).float()
-    return objective, StepFigures(rows, figures[0], figures[1], figures[2], joint)
+    return loss, StepFigures(rows, figures[0], figures[1], figures[2], joint), hit
 
 
 @dataclass
 class _Plan:
     valid: Tensor
     step_weights: list[float]
-    teacher: Callable[[Tensor], Tensor]
-    teacher_states: Tensor
-    target_lse: Tensor
-    target_index: Tensor
-    loss: str
+    head: DraftHead
+    teacher: DenseTeacher | TopKTeacher
+    objective: Objective
+    target_index: Tensor | None
+    token_index: Tensor | None
     chunk: int
     dtype: torch.dtype
+    grad_enabled: bool
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of everything between two products."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def positions(self) -> Tensor:
+        """The teacher positions that any step needs, int64, rising."""
+        K, rows = self.valid.shape
+        needed = self.valid.new_zeros(rows + K)
+        for k in range(K):
+            needed[1 + k : 1 + k + rows].logical_or_(self.valid[k])
+        positions = needed.nonzero()[:, 0]
+        assert not len(positions) or positions[-1] < rows, "a row counts whose teacher is past the end"
+        return positions
+
+    def sources(self, k: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of step k with their teacher at these positions, int64 [n], and which of them count, bool [n]; those
+        that do not may name any row.
+        """
+        source = positions - 1 - k
+        inside = source.clamp(0, self.valid.shape[1] - 1)
+        return inside, (source == inside) & self.valid[k][inside]
 
 
 class _FusedDraftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, head_weight, *states):
+    def forward(ctx, plan, weight, *states):
         K, rows = plan.valid.shape
-        device = head_weight.device
-        weight = head_weight.to(plan.dtype)
-        figures = torch.zeros(3, K, device=device)
-        hit = torch.zeros(K, rows, dtype=torch.bool, device=device)
-        needs_grad = head_weight.requires_grad or any(s.requires_grad for s in states)
-        grad_weight = torch.zeros(head_weight.shape, dtype=torch.float32, device=device) if needs_grad else None
-        grad_states = [torch.zeros_like(s) for s in states] if needs_grad else None
-        positions = plan.valid[0].nonzero()[:, 0] + 1
-        for teacher_rows in positions.split(plan.chunk):
-            target = plan.target_index[teacher_rows]
-            p = plan.teacher(plan.teacher_states[teacher_rows]).float().sub_(plan.target_lse[teacher_rows, None]).exp_()
-            mass = p.sum(-1)
-            constant = torch.special.xlogy(p, p).sum(-1)
-            for k in range(K):
-                source = teacher_rows - 1 - k
-                ok = (source >= 0) & plan.valid[k][source.clamp_min(0)]
-                if not ok.any():
-                    continue
-                source = source.clamp_min(0)
-                h = states[k][source]
-                z = (h @ weight.t()).float()
-                hit[k, source[ok]] = (z.argmax(-1) == target)[ok]
-                lse = z.logsumexp(-1)
-                if plan.loss == "forward_kl":
-                    row_loss = constant - torch.einsum("rv,rv->r", p, z) + mass * lse
-                else:
-                    row_loss = (lse - z.gather(-1, target.clamp_min(0)[:, None])[:, 0]) * (target >= 0)
-                q = z.sub_(lse[:, None]).exp_()
-                figures[0, k] += (row_loss * ok).sum()
-                figures[2, k] += (torch.minimum(p, q).sum(-1) * ok).sum()
-                if needs_grad:
-                    dz = (
-                        _logit_gradient(plan.loss, p, q, mass, target)
-                        .mul_((plan.step_weights[k] * ok)[:, None])
-                        .to(plan.dtype)
-                    )
-                    grad_weight += dz.t() @ h
-                    # `source` repeats index 0 for rows that do not count; their gradient is zero, hence add, not write.
-                    grad_states[k].index_add_(0, source, dz @ weight)
-        objective = sum(w * figure for w, figure in zip(plan.step_weights, figures[0], strict=True))
-        figures[1] = (hit & plan.valid).sum(1).float()
-        if needs_grad:
-            ctx.save_for_backward(grad_weight.to(head_weight.dtype), *grad_states)
-        ctx.mark_non_differentiable(figures, hit)
-        return objective, figures, hit
+        learns_head = plan.grad_enabled and weight.requires_grad
+        learns_states = plan.grad_enabled and any(s.requires_grad for s in states)
+        run = _Pass(plan, weight.to(plan.dtype), states, learns_head, learns_states)
+        for chunk in plan.positions().split(plan.chunk):
+            run.chunk(chunk)
+        figures = run.figures
+        loss = sum(w * figure for w, figure in zip(plan.step_weights, figures[0], strict=True))
+        figures[1] = (run.hit & plan.valid).sum(1)
+        ctx.learns_head, ctx.count = learns_head, K
+        grad_head = [run.grad_head.to(weight.dtype)] if learns_head else []
+        ctx.save_for_backward(*grad_head, *run.grad_states)
+        figures = figures.float()
+        ctx.mark_non_differentiable(figures, run.hit)
+        return loss, figures, run.hit
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        grad_weight, *grad_states = ctx.saved_tensors
-        return None, grad * grad_weight, *[grad.to(g.dtype) * g for g in grad_states]
+        saved = list(ctx.saved_tensors)
+        grad_head = grad.to(saved[0].dtype) * saved.pop(0) if ctx.learns_head else None
+        return None, grad_head, *([grad.to(g.dtype) * g for g in saved] or [None] * ctx.count)
 
 
-def _logit_gradient(loss: str, p: Tensor, q: Tensor, mass: Tensor, target: Tensor) -> Tensor:
-    """d loss / d logits [n, Vd], written into q's memory."""
-    if loss == "forward_kl":
-        return q.mul_(mass[:, None]).sub_(p)
-    known = (target >= 0).to(q.dtype)[:, None]
-    return q.scatter_add_(-1, target.clamp_min(0)[:, None], -torch.ones_like(known)).mul_(known)
+class _Pass:
+    """Sums of one forward: figures [3, K] (loss, -, alpha), hit bool [K, B * T], gradients where they are wanted."""
+
+    def __init__(self, plan: _Plan, weight: Tensor, states: tuple[Tensor, ...], learns_head: bool, learns_states: bool):
+        self.plan, self.weight, self.states = plan, weight, states
+        device, (K, rows) = weight.device, plan.valid.shape
+        self.figures = torch.zeros(3, K, dtype=plan.wide, device=device)
+        self.hit = torch.zeros(K, rows, dtype=torch.bool, device=device)
+        self.grad_head = torch.zeros(weight.shape, dtype=plan.wide, device=device) if learns_head else None
+        self.grad_states = [torch.zeros_like(s) for s in states] if learns_states else []
+        self.learns = learns_head or learns_states
+        self.block = max(BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS_ELSEWHERE) // len(weight), LEAST_ROWS)
+        self.products = [weight.new_empty(min(plan.chunk, rows), len(weight)) for _ in states]
+
+    def chunk(self, positions: Tensor) -> None:
+        """The products of a chunk of teacher positions, its rows in blocks, and the products of the gradients."""
+        plan = self.plan
+        teacher = plan.teacher.chunk(positions)
+        steps = []
+        for k, states in enumerate(self.states):
+            source, counts = plan.sources(k, positions)
+            if counts.any():
+                h = states[source]
+                product = torch.mm(h, self.weight.t(), out=self.products[k][: len(positions)])
+                steps.append((k, source, counts, h, product))
+        for start in range(0, len(positions), self.block):
+            rows = slice(start, start + self.block)
+            block = teacher.block(rows, plan.wide)
+            target = block.argmax() if plan.target_index is None else plan.target_index[positions[rows]]
+            token = None if plan.token_index is None else plan.token_index[positions[rows]]
+            for k, source, counts, _, product in steps:
+                self.rows(k, block, target, token, source[rows], counts[rows], product[rows])
+        for k, source, _, h, gradient in steps if self.learns else ():
+            if self.grad_head is not None:
+                self._add_to_head(gradient.t(), h)
+            if self.grad_states:
+                # `source` repeats rows that do not count; their gradient is zero, hence add, not write.
+                self.grad_states[k].index_add_(0, source, gradient @ self.weight)
+
+    def rows(
+        self, k: int, block, target: Tensor, token: Tensor | None, source: Tensor, counts: Tensor, product: Tensor
+    ):
+        """Figures of a block at step k; its gradient with respect to `product` [n, Vd] is written over it."""
+        plan = self.plan
+        draft = DraftWords(plan.head.shaped(product, plan.wide))
+        pair = soft = Pair(block.words(draft), draft)
+        temperature = plan.objective.temperature
+        if temperature != 1:
+            softened = DraftWords(draft.z / temperature)
+            soft = Pair(block.words(softened, temperature), softened)
+        loss, dz = combined(plan.objective, pair, soft, target, token, self.learns)
+        self.hit[k, source[counts]] = (draft.top == target)[counts]
+        self.figures[0, k] += (loss * counts).sum()
+        self.figures[2, k] += (pair.overlap * counts).sum()
+        if self.learns:
+            dz.mul_(counts.to(plan.wide).mul_(plan.step_weights[k])[:, None])
+            product.copy_(plan.head.unshaped(dz, draft.z))
+
+    def _add_to_head(self, gradient: Tensor, h: Tensor) -> None:
+        if self.plan.dtype == self.plan.wide:
+            self.grad_head.addmm_(gradient, h)
+        else:
+            self.grad_head += gradient @ h

@@ -10,16 +10,15 @@ from safetensors import SafetensorError
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import DTYPES
-from drafttrain.data.prepare import Prepared, prepare
+from drafttrain.data.prepare import Prepared, online_source, prepare
 from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.drafts.base import Batch, Draft
 from drafttrain.drafts.loading import new_draft
-from drafttrain.export.eagle3 import save_draft
+from drafttrain.export.folder import save_draft
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
-from drafttrain.training.trainer import DraftTrainer
-
-GATE_NATS = 0.5
+from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.trainer import OWN, DraftTrainer
 
 
 def train(
@@ -41,14 +40,18 @@ def train(
     if prepared is None:
         with state.main_process_first():
             prepared = prepare(recipe, run, target, say)
-    draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics)
+    draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
     sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
+    own = None
+    if recipe.training.on_policy is not None:
+        sources[OWN] = online_source(recipe, target, prepared.layers)
+        own = OnPolicy(recipe.training.on_policy, recipe.training.seed, target.stop_ids, target.max_positions)
     dtype = DTYPES[recipe.export.dtype]
 
     def keep_best(best: Draft, validation: dict) -> None:
         _save(best, target, run.draft, dtype, validation=validation)
 
-    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best)
+    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own)
     if not run.checkpoints():
         start_up_gate(draft, recipe, prepared, sources["train"], say)
         if state.is_main_process:
@@ -83,17 +86,17 @@ def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **prov
 
 
 def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say: Callable[[str], None]) -> None:
-    """Set the draft's logit scale on one batch and refuse to train from a start that is worse than guessing."""
+    """Let the draft set what one batch can set, and refuse to train from a start that says that something is wrong."""
     rows = prepared.rows["train"]
     sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], recipe.training.max_tokens_per_batch, 1, 0)
     batch = source.attach(Batch(**collate([rows[i] for i in sampler.batches()[0]])))
     loss = draft.calibrate(batch)
-    limit = math.log(draft.draft_vocab_size) + GATE_NATS
-    say(f"start-up gate: step-0 loss {loss:.2f} nats, uniform guessing {limit - GATE_NATS:.2f}")
-    if not loss <= limit:
+    guessing = math.log(draft.draft_vocab_size)
+    say(f"start-up gate: step-0 loss {loss:.2f} nats, uniform guessing {guessing:.2f}")
+    if not loss <= draft.start_limit or not math.isfinite(loss):
         raise RunError(
             f"The untrained draft starts at {loss:.2f} nats a row, worse than uniform guessing over "
-            f"{draft.draft_vocab_size} words ({limit - GATE_NATS:.2f}). Expected at most {limit:.2f}: features, "
-            "feature layers or the target's head do not fit. Mend: check features.layers, then prepare again with "
-            "--fresh."
+            f"{draft.draft_vocab_size} words ({guessing:.2f}). Expected at most {draft.start_limit:.2f}: "
+            "features, feature layers or the target's head do not fit. Mend: check features.layers (of a small model: "
+            "draft.init_from), then prepare again with --fresh."
         )

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,11 +23,16 @@ from drafttrain.drafts.base import Batch, Draft, DraftLoss
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.recipe import TrainingConfig
 from drafttrain.training.callbacks import Bar, Budget, JsonLog, cut_log
+from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.schedule import learning_rate_factor
+
+OWN = "own"
+"""The source of features for batches that the draft continued itself."""
 
 
 class DraftTrainer(Trainer):
-    """Trains a Draft on rows {"index", "input_ids", "loss_mask"}; features come from a FeatureSource for each split.
+    """Trains a Draft on rows {"index", "input_ids", "loss_mask"}; features come from a FeatureSource for each split,
+    and for batches that the draft continued itself (`own`) from sources[OWN].
 
     What it adds to Trainer: batches under a token budget, the objective divided by the step-0 rows of all ranks and
     accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, a budget in minutes.
@@ -40,8 +46,10 @@ class DraftTrainer(Trainer):
         rows: dict[str, list[dict]],
         sources: dict[str, FeatureSource],
         on_best=None,
+        own: OnPolicy | None = None,
     ):
         self.config, self.run, self.rows, self.sources, self.on_best = config, run, rows, sources, on_best
+        self.own = own
         self.budget = Budget(config.max_minutes)
         self._sums: StepFigures | None = None
         self._tokens, self._note = 0, ""
@@ -77,18 +85,29 @@ class DraftTrainer(Trainer):
         lengths = [len(row["input_ids"]) for row in self.rows[split]]
         return TokenBudgetSampler(lengths, self.config.max_tokens_per_batch, world_size, self.config.seed)
 
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """Trainer's, with a share of the batches continued by the draft itself; the rows are counted after that."""
+        if self.own is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        step = self.state.global_step
+        progress = self.budget.progress(step, self.state.max_steps)
+        draft, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
+        samples = self.own.replace(list(islice(epoch_iterator, num_batches)), draft, progress, step, rank)
+        return super().get_batch_samples(iter(samples), len(samples), device)
+
     # --- loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        batch = self.sources["train"].attach(
-            Batch(**{f.name: inputs[f.name] for f in fields(Batch) if f.name in inputs})
-        )
+        batch = Batch(**{f.name: inputs[f.name] for f in fields(Batch) if f.name in inputs})
+        batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
         output: DraftLoss = model(_to(batch, self.args.device))
         if not torch.isfinite(output.objective):
+            own = int(batch.index[0]) < 0
+            rows = "what the draft wrote itself" if own else f"rows {batch.index.tolist()[:8]} of the training data"
             raise RunError(
-                f"The loss is {output.objective.item()} at step {self.state.global_step} on rows "
-                f"{batch.index.tolist()[:8]} of the training data. The last checkpoint is intact. Mend: look at these "
-                "rows, lower training.learning_rate, then run the same command to resume."
+                f"The loss is {output.objective.item()} at step {self.state.global_step} on {rows}. The last "
+                "checkpoint is intact. Mend: look at these rows, lower training.learning_rate, then run the same "
+                "command to resume."
             )
         self._sums = _add(self._sums, output.figures)
         self._tokens += int(batch.lengths.sum())
@@ -151,7 +170,7 @@ class DraftTrainer(Trainer):
             sums = _add(sums, output.figures)
         draft.train(was_training)
         if sums is None:
-            sums = StepFigures(*(torch.zeros(self.config.ttt_steps) for _ in range(5)))
+            sums = StepFigures(*(torch.zeros(draft.steps) for _ in range(5)))
         return rates(self._reduce(sums), "eval_")
 
     # --- optimisation
@@ -175,12 +194,13 @@ class DraftTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None) -> None:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = self.model.state_dict() if state_dict is None else state_dict
+        draft = self.accelerator.unwrap_model(self.model)
+        tensors = draft.trained_state() if state_dict is None else state_dict
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        self.model.load_state_dict(load_file(Path(resume_from_checkpoint) / "model.safetensors"))
+        self.model.load_trained_state(load_file(Path(resume_from_checkpoint) / "model.safetensors"))
 
     def _get_output_dir(self, trial) -> str:
         return str(self.run.path / ".saving")
@@ -274,7 +294,8 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bo
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    return Batch(**{f.name: getattr(batch, f.name).to(device) for f in fields(batch)})
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return Batch(**{name: None if value is None else value.to(device) for name, value in values.items()})
 
 
 def _parts(figures: StepFigures) -> tuple[Tensor, ...]:

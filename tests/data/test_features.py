@@ -1,8 +1,10 @@
 """Features online and from the store are the same bits, belong to their position, and nothing stale is read."""
 
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from drafttrain.data.features import (
     OnlineFeatures,
     StoredFeatures,
     StoreKey,
+    bytes_per_token,
     channel_statistics,
     teacher_statistics,
     write_store,
@@ -48,6 +51,31 @@ def make_key(rows: list[dict], dtype: str = "float32", **changes) -> StoreKey:
 
 def batch_of(rows: list[dict]) -> Batch:
     return Batch(**collate(rows))
+
+
+def check_resuming(tmp_path: Path, rows: list[dict], write, read) -> None:
+    """write(folder, progress), stopped in the middle and called again, leaves the files of one that was not stopped."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    write(whole)
+    total = sum(len(row["input_ids"]) for row in rows)
+    calls = []
+
+    def stop(tokens: int) -> None:
+        if tokens > total / 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        write(broken, stop)
+    done = {path.name: path.stat().st_mtime_ns for path in broken.glob("shard-*")}
+    assert 1 <= len(done) < len(list(whole.glob("shard-*")))
+    with pytest.raises(DataError, match="not complete"):
+        read(broken)
+    write(broken, calls.append)
+    assert {name: (broken / name).stat().st_mtime_ns for name in done} == done
+    assert calls[0] > sum(load_file(broken / name)["target_lse"].numel() for name in done) and calls[-1] == total
+    contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (whole, broken)]
+    assert contents[0] == contents[1]
+    read(broken)
 
 
 @pytest.fixture(scope="module")
@@ -105,53 +133,105 @@ def test_teacher_statistics_are_those_of_the_full_vocabulary(target, chunk) -> N
     assert (lse.shape, argmax.shape, argmax.dtype) == ((0,), (0,), torch.int64)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_store_gives_the_online_tensors_bit_for_bit(target, tmp_path, small_shards, dtype) -> None:
+@pytest.mark.parametrize("statistics", [True, False])
+def test_without_layers_or_statistics_the_rest_is_the_same(target, statistics) -> None:
+    rows = make_rows(4)
+    full = OnlineFeatures(target, LAYERS, torch.float32).attach(batch_of(rows))
+    batch = OnlineFeatures(target, [], torch.float32, statistics).attach(batch_of(rows))
+    assert batch.features is None and torch.equal(batch.last_hidden, full.last_hidden)
+    if statistics:
+        assert torch.equal(batch.target_lse, full.target_lse) and torch.equal(batch.target_argmax, full.target_argmax)
+    else:
+        assert batch.target_lse is None and batch.target_argmax is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layers", "statistics"),
+    [
+        ("bfloat16", LAYERS, True),
+        ("float32", LAYERS, True),
+        ("bfloat16", [], False),
+        ("float32", [], True),
+        ("float32", LAYERS, False),
+    ],
+)
+def test_the_store_gives_the_online_tensors_bit_for_bit(
+    target, tmp_path, small_shards, dtype, layers, statistics
+) -> None:
     rows = make_rows(23)
-    online = OnlineFeatures(target, LAYERS, features.DTYPES[dtype])
-    key = make_key(rows, dtype)
+    online = OnlineFeatures(target, layers, features.DTYPES[dtype], statistics)
+    key = make_key(rows, dtype, layers=tuple(layers), statistics=statistics)
     write_store(tmp_path, key, online, rows, 1)  # one row a batch, so that the kernels see the same shapes
     assert len(list(tmp_path.glob("shard-*"))) > 3
     stored = StoredFeatures(tmp_path, key, len(rows))
     for row in rows:
         a, b = online.attach(batch_of([row])), stored.attach(batch_of([row]))
-        for name in TENSORS:
+        for name in set(TENSORS) - set(key.tensors):
+            assert getattr(a, name) is None and getattr(b, name) is None
+        for name in key.tensors:
             assert getattr(a, name).dtype == getattr(b, name).dtype
             assert torch.equal(getattr(a, name), getattr(b, name)), name
     chosen = [rows[i] for i in (17, 3, 22, 9)]
     batch = stored.attach(batch_of(chosen))
     for b, row in enumerate(chosen):
         single, T = stored.attach(batch_of([row])), len(row["input_ids"])
-        for name in TENSORS:
+        for name in key.tensors:
             assert torch.equal(getattr(batch, name)[b, :T], getattr(single, name)[0])
             assert getattr(batch, name)[b, T:].count_nonzero() == 0
+    held = [tensor for path in tmp_path.glob("shard-*") for tensor in load_file(path).values()]
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    assert sum(tensor.nbytes for tensor in held) == tokens * bytes_per_token(key, target.hidden_size)
+
+
+def test_bytes_a_token_by_hand() -> None:
+    rows = make_rows(1)
+    assert bytes_per_token(make_key(rows, "bfloat16"), 640) == 4 * 640 * 2 + 8
+    assert bytes_per_token(make_key(rows, "bfloat16", layers=(), statistics=False), 640) == 2 * 640
+    assert bytes_per_token(make_key(rows, "float32", layers=()), 640) == 4 * 640 + 8
+
+
+def test_manifests_from_before_statistics_could_be_left_out_are_read(target, tmp_path) -> None:
+    rows = make_rows(5)
+    online, key = OnlineFeatures(target, LAYERS, torch.float32), make_key(rows)
+    write_store(tmp_path, key, online, rows, 64)
+    new = StoredFeatures(tmp_path, key, len(rows)).attach(batch_of(rows))
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["key"].pop("statistics") is True
+    path.write_text(json.dumps(manifest))
+    write_store(tmp_path, key, online, rows, 64)  # Nothing left to do.
+    assert json.loads(path.read_text()) == manifest
+    old = StoredFeatures(tmp_path, key, len(rows)).attach(batch_of(rows))
+    for name in TENSORS:
+        assert torch.equal(getattr(old, name), getattr(new, name))
+    bare = StoredFeatures(tmp_path, replace(key, statistics=False), len(rows)).attach(batch_of(rows))
+    assert torch.equal(bare.features, new.features) and bare.target_lse is None and bare.target_argmax is None
+
+
+def test_a_store_continued_without_statistics_is_one_without_them(target, tmp_path, small_shards) -> None:
+    rows = make_rows(23)
+    online, key = OnlineFeatures(target, [], torch.float32), make_key(rows, layers=())
+    write_store(tmp_path, key, online, rows, 1)
+    (tmp_path / "shard-00002.safetensors").unlink()
+    bare_key = replace(key, statistics=False)
+    write_store(tmp_path, bare_key, OnlineFeatures(target, [], torch.float32, False), rows, 1)
+    stored = StoredFeatures(tmp_path, bare_key, len(rows))
+    for row in rows:
+        expected = online.attach(batch_of([row])).last_hidden
+        assert torch.equal(stored.attach(batch_of([row])).last_hidden, expected)
+    with pytest.raises(DataError, match=r"made for another statistics \(found False; expected True\)"):
+        StoredFeatures(tmp_path, key, len(rows))
 
 
 def test_an_interrupted_store_goes_on_behind_the_last_whole_shard(target, tmp_path, small_shards) -> None:
     rows = make_rows(23)
     online, key = OnlineFeatures(target, LAYERS, torch.float32), make_key(rows)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    write_store(whole, key, online, rows, 64)
-    total = sum(len(row["input_ids"]) for row in rows)
-    calls = []
-
-    def stop(tokens: int) -> None:
-        if tokens > total / 2:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        write_store(broken, key, online, rows, 64, stop)
-    done = sorted(path.name for path in broken.glob("shard-*"))
-    assert 1 <= len(done) < len(list(whole.glob("shard-*")))
-    with pytest.raises(DataError, match="not complete"):
-        StoredFeatures(broken, key, len(rows))
-    times = {name: (broken / name).stat().st_mtime_ns for name in done}
-    write_store(broken, key, online, rows, 64, calls.append)
-    assert {name: (broken / name).stat().st_mtime_ns for name in done} == times
-    assert calls[0] > sum(load_file(broken / name)["target_lse"].numel() for name in done) and calls[-1] == total
-    assert sorted(p.name for p in broken.iterdir()) == sorted(p.name for p in whole.iterdir())
-    for path in whole.glob("shard-*"):
-        assert path.read_bytes() == (broken / path.name).read_bytes()
+    check_resuming(
+        tmp_path,
+        rows,
+        lambda folder, progress=None: write_store(folder, key, online, rows, 64, progress),
+        lambda folder: StoredFeatures(folder, key, len(rows)),
+    )
 
 
 def test_a_store_of_something_else_is_refused(target, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Files and folders are whole or absent, and what was there before survives a failure."""
 
 import json
+import os
 
 import pytest
 
@@ -90,3 +91,16 @@ def test_a_folder_lost_between_two_renames_comes_back(tmp_path) -> None:
     with pytest.raises(Full):
         replace_folder(folder, fails)
     assert [entry.name for entry in folder.iterdir()] == ["one"]
+
+
+def test_files_of_a_folder_are_as_readable_as_the_umask_says(tmp_path):
+    def fill(folder):
+        (folder / "weights").write_text("")
+        (folder / "weights").chmod(0o600)
+
+    old = os.umask(0o022)
+    try:
+        replace_folder(tmp_path / "draft", fill)
+    finally:
+        os.umask(old)
+    assert (tmp_path / "draft" / "weights").stat().st_mode & 0o777 == 0o644

@@ -154,7 +154,7 @@ def test_a_hub_snapshot_without_a_draft(target, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*not a whole model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*or a causal"),
         ({"architectures": None}, "architectures is None"),
         ({"norm_before_fc": True}, "asks for norm_before_fc"),
         ({"fc_norm": True, "norm_output": True}, "asks for fc_norm, norm_output"),

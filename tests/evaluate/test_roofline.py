@@ -142,6 +142,36 @@ def test_the_model_of_an_eagle3_draft_by_hand():
     assert model.predict(2)["speedup"] == pytest.approx(2.4 / (1 + (commit + step) / weights))
 
 
+def test_a_small_draft_by_hand():
+    """4 layers of width 16 over 99 words: c is its bytes over the target's; with fewer head rows the table stays."""
+    small = make_model("Llama", hidden_size=16, num_hidden_layers=4, tie_word_embeddings=True).config
+    shape, target = shape_of(small), shape_of(LLAMA_8B)
+    body = 4 * (2 * 4 * 8 * 16 + 2 * 2 * 8 * 16 + 3 * 16 * 48 + 2 * 16) + 16
+    assert (shape.fixed, shape.table, len(shape.kv)) == (body + V * 16, 0, 4)
+    fewer = shape_of(small, head_rows=40)
+    assert (fewer.fixed, fewer.table) == (body + 40 * 16, V * 16) and shape_of(small, head_rows=V) == shape
+    for draft, expected in ((small, shape), (shape, shape), (fewer, fewer)):
+        found = H100.model(LLAMA_8B, draft, (0.8, 0.6), context=0).predict(2)
+        assert found["c"] == pytest.approx(expected.fixed / target.fixed)
+        assert found["speedup"] == pytest.approx(2.4 / (1 + 2 * expected.fixed / target.fixed))
+
+
+def test_the_first_draft_of_a_round_also_runs_the_last_accepted_one():
+    """A round of K = 2 is 1 + m_2 tokens, then one: where compute binds that is (1 + .6) + 1 forwards of a token."""
+    busy = Roofline(Device("compute alone", 1e30, 1.0))
+    line = busy.draft_line(ModelShape(fixed=10), (0.8, 0.6), batch=3, context=0)
+    assert line == pytest.approx((0.6 * 2 * 10 * 3, 2 * 10 * 3))
+    assert H100.draft_line(ModelShape(fixed=10), (0.8, 0.6), 1, 0)[0] == 0 and H100.draft_line(None, (0.5,), 1, 0) == (
+        0,
+        0,
+    )
+
+
+def test_layers_take_their_time():
+    roofline = Roofline(Device("x", 1.0, 1e30), overhead=3.0, layer_overhead=5.0)
+    assert roofline.seconds(ModelShape(fixed=10, kv=((4, None), (4, None))), 1) == pytest.approx(20 + 3 + 2 * 5)
+
+
 def test_the_best_k_falls_with_concurrency_until_nothing_pays():
     """At 295 tokens in a forward the H100 is busy: a round of K + 1 tokens costs as many plain steps from there on."""
     small = transformers.LlamaConfig(

@@ -13,7 +13,10 @@ from drafttrain.data import files
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.loading import load_draft
-from drafttrain.export.eagle3 import ENGINES, ExportError, export_eagle3, save_draft, serve_command, write_eagle3
+from drafttrain.export.base import ExportError
+from drafttrain.export.eagle3 import write_eagle3
+from drafttrain.export.folder import export_draft, save_draft
+from drafttrain.export.serve import ENGINES, serve_command
 from drafttrain.nn.sampling import Sampling
 from drafttrain.specdec.decode import generate
 from tests.drafts.test_eagle3 import LLAMA3, parity_error
@@ -195,7 +198,7 @@ def proposals(draft, target, sampling, k):
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_memory_folder_and_export_propose_the_same_bit_for_bit(target, draft, tmp_path, dtype, sampling):
     save_draft(draft, target, tmp_path / "draft", dtype)
-    export_eagle3(tmp_path / "draft", target, tmp_path / "export")
+    export_draft(tmp_path / "draft", target, tmp_path / "export")
     reference = proposals(folded(draft, target, dtype), target, sampling, 3)
     assert len(reference[2]) >= 3 * 5
     for folder in (tmp_path / "draft", tmp_path / "export"):
@@ -205,7 +208,7 @@ def test_memory_folder_and_export_propose_the_same_bit_for_bit(target, draft, tm
 
 
 def test_an_export_copies_the_very_files(target, folder, tmp_path):
-    export_eagle3(folder, target, tmp_path / "export" / "vllm")
+    export_draft(folder, target, tmp_path / "export" / "vllm")
     assert content(tmp_path / "export" / "vllm") == content(folder)
     assert {path.name for path in (tmp_path / "export").iterdir()} == {"vllm"}
 
@@ -213,7 +216,7 @@ def test_an_export_copies_the_very_files(target, folder, tmp_path):
 def test_another_dtype_comes_from_the_masters(target, draft, folder, tmp_path):
     (tmp_path / "direct").mkdir()
     write_eagle3(draft, target, tmp_path / "direct", FP16, validation={"acceptance_length": 2.5})
-    export_eagle3(folder, target, tmp_path / "export", FP16)
+    export_draft(folder, target, tmp_path / "export", FP16)
     assert content(tmp_path / "export") == content(tmp_path / "direct")
     assert config_of(tmp_path / "export")["torch_dtype"] == "float16"
     assert load_draft(tmp_path / "export", target).fc.weight.dtype == FP16
@@ -230,7 +233,7 @@ def test_masters_go_on_training_where_they_were(target, draft, folder):
 def test_cached_drafting_of_a_reloaded_export_is_its_own_training_time_unroll(tmp_path, changes):
     target = make_target(**changes)
     save_draft(make_draft(target, IDS), target, tmp_path / "draft", FP32)
-    export_eagle3(tmp_path / "draft", target, tmp_path / "export")
+    export_draft(tmp_path / "draft", target, tmp_path / "export")
     assert parity_error(target, load_draft(tmp_path / "export", target)) < 1e-4
 
 
@@ -245,8 +248,8 @@ def test_layer_ids_of_the_other_convention_are_caught(target, draft, folder):
 
 
 def test_an_export_replaces_a_former_one_whole(target, draft, folder, tmp_path):
-    export_eagle3(folder, target, tmp_path / "export", FP16)
-    export_eagle3(folder, target, tmp_path / "export")
+    export_draft(folder, target, tmp_path / "export", FP16)
+    export_draft(folder, target, tmp_path / "export")
     assert content(tmp_path / "export") == content(folder)
 
 
@@ -298,21 +301,21 @@ def test_folders_of_something_else_are_not_replaced(target, folder, tmp_path):
     (tmp_path / "note").write_text("a file")
     for place, found in ((tmp_path / "thesis", "chapter.tex"), (folder, "master"), (tmp_path / "note", "something")):
         with pytest.raises(ExportError, match=rf"holds {found}.*give another --output"):
-            export_eagle3(folder, target, place)
+            export_draft(folder, target, place)
     assert (tmp_path / "thesis" / "chapter.tex").read_text() == "years of work"
     assert (folder / "master" / "model.safetensors").exists() and (tmp_path / "note").read_text() == "a file"
 
 
 def test_errors(target, folder, tmp_path):
-    export_eagle3(folder, target, tmp_path / "export")
+    export_draft(folder, target, tmp_path / "export")
     with pytest.raises(ExportError, match=r"bfloat16 weights and no fp32 masters, torch.float16 was asked for"):
-        export_eagle3(tmp_path / "export", target, tmp_path / "again", FP16)
+        export_draft(tmp_path / "export", target, tmp_path / "again", FP16)
     with pytest.raises(DraftError, match="holds no draft"):
-        export_eagle3(tmp_path / "absent", target, tmp_path / "again")
+        export_draft(tmp_path / "absent", target, tmp_path / "again")
     with pytest.raises(DraftError, match="another tokenizer"):
-        export_eagle3(folder, make_target(tokenizer=make_tokenizer(words=70)), tmp_path / "again", FP16)
+        export_draft(folder, make_target(tokenizer=make_tokenizer(words=70)), tmp_path / "again", FP16)
     with pytest.raises(DraftError, match="vocabulary 98"):
-        export_eagle3(folder, make_target(vocab_size=98), tmp_path / "again")
+        export_draft(folder, make_target(vocab_size=98), tmp_path / "again")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "export"}
 
 
@@ -333,7 +336,7 @@ def test_serve_commands(target):
     assert "--model-impl transformers" in serve_command("vllm", make_target("Gemma3"), "out/dir", 3)
     sglang = serve_command("sglang", target, "out/dir", 3)
     assert "--speculative-algorithm EAGLE3 " in sglang and sglang.endswith("--speculative-num-draft-tokens 4")
-    assert [engine for engine in ENGINES if serve_command(engine, target, "x", 3) is None] == [
+    assert [engine for engine in ENGINES["eagle3"] if serve_command(engine, target, "x", 3) is None] == [
         "tensorrt-llm",
         "llama.cpp",
     ]

@@ -1,0 +1,224 @@
+"""The verb `plan`: nothing but argument handling; cli.py registers it."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from drafttrain.cli_common import AsJson, OptionError, console_for, say_for
+
+Source = Annotated[
+    str, typer.Argument(help="A recipe, a run folder, or a target: folder, hub id, .gguf.", metavar="TARGET|RECIPE")
+]
+Sizes = Annotated[str | None, typer.Option(help="Sizes to plan, e.g. pruned:6,fresh:128x4. Default: a range of them.")]
+Accepted = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--acceptance",
+        help="Assumed: .6 (each draft given the one before), .7,.5,.35 (joint, per position), or fresh:128x4=.5 for "
+        "one size. May be given several times. Default: .6.",
+    ),
+]
+Ks = Annotated[str | None, typer.Option("--k", help="Drafts a round, e.g. 1,3,5.")]
+Devices = Annotated[
+    str | None,
+    typer.Option("--device", help="Plan for devices that are not here: A100, H100, H200, B200, L40S, 4090, cpu."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb to the command line."""
+    app.command()(plan)
+
+
+def plan(
+    source: Source,
+    sizes: Sizes = None,
+    acceptance: Accepted = None,
+    k: Ks = None,
+    device: Devices = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Head rows of the drafts. Default: a kd recipe's data.draft_vocab, else all.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Cached tokens of a request. Default: 128 measured, 1024 for --device.", min=1),
+    ] = None,
+    layer_time: Annotated[
+        float, typer.Option(help="With --device: microseconds a layer takes at least, for its kernels.", min=0)
+    ] = 30.0,
+    draft: Annotated[str | None, typer.Option(help="A trained draft to predict: run, folder or hub id.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="report.json of that draft: its acceptance, and what to compare with.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the size of small draft with the best predicted speedup: costs measured here, or from a device's roofline,
+    acceptance assumed. With --draft: predict a trained one.
+
+    Example: drafttrain plan google/gemma-3-270m --acceptance .6 --sizes pruned:6,fresh:160x2
+    """
+    from drafttrain.recipe import TargetConfig
+
+    recipe, settings = _open(source)
+    ks = _numbers(k, int, "--k")
+    given = _acceptance(acceptance)
+    if draft is not None or report is not None:
+        refused = {"--sizes": sizes, "--device": device, "--draft-vocab": draft_vocab}
+        _student(source, settings, recipe, draft, report, given, ks, refused, concurrency, context or 128, as_json)
+        return
+    if recipe is not None and recipe.method == "kd" and draft_vocab is None:
+        draft_vocab = recipe.data.draft_vocab
+    options = {"draft_vocab": draft_vocab, "concurrency": concurrency, **({"ks": ks} if ks else {})}
+    options |= {"acceptance": given} if given else {}
+    assert isinstance(settings, TargetConfig)
+    if device is not None:
+        plans = _devices(settings, sizes, device, options, context or 1024, layer_time * 1e-6)
+    else:
+        plans = [_measured(settings, sizes, options, context or 128, say_for(as_json))]
+    _show(plans, _train_arguments(source, recipe), as_json)
+
+
+def _open(source: str):
+    """(recipe or None, settings of the target)."""
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.recipe import TargetConfig, load_recipe
+
+    path = Path(source)
+    run = RunFolder(path)
+    if path.suffix in (".yaml", ".yml"):
+        recipe = load_recipe(path)
+    elif run.recipe_file.exists():
+        recipe = run.recipe()
+    else:
+        return None, TargetConfig(name_or_path=source)
+    return recipe, recipe.target
+
+
+def _train_arguments(source: str, recipe) -> str | None:
+    """How `drafttrain train` names the recipe; a run is another one than that of the folder."""
+    if recipe is None:
+        return None
+    other = "" if recipe.method == "kd" else " method=kd"
+    if Path(source).is_dir():
+        return f"{Path(source) / 'recipe.yaml'} --output NEW_FOLDER{other}"
+    return source + other
+
+
+def _numbers(text: str | None, kind: type, flag: str) -> list | None:
+    if text is None:
+        return None
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"{flag} is {text!r}; expected numbers separated by commas") from error
+
+
+def _acceptance(texts: list[str] | None) -> dict | None:
+    """{size, or "" for the others: a conditional rate, or joint rates}."""
+    if not texts:
+        return None
+    out: dict = {}
+    for text in texts:
+        label, equals, numbers = text.rpartition("=")
+        if equals and not label:
+            raise OptionError(f"--acceptance is {text!r}; expected a size before the =, e.g. fresh:128x4=.5")
+        rates = _numbers(numbers, float, "--acceptance")
+        out[label.strip()] = rates if len(rates) > 1 else rates[0]
+    return out if "" in out else {"": 0.6, **out}
+
+
+def _sizes(text: str | None, config):
+    from drafttrain.plan_candidates import default_sizes, parse_sizes
+
+    return default_sizes(config) if text is None else parse_sizes(text, config)
+
+
+def _devices(settings, sizes: str | None, names: str, options: dict, context: int, layer_seconds: float) -> list[dict]:
+    from drafttrain.evaluate.roofline import find_device
+    from drafttrain.plan import plan_device
+    from drafttrain.plan_candidates import config_of
+
+    for name in names.split(","):
+        find_device(name.strip())
+    name, path = settings.name_or_path, Path(settings.name_or_path).expanduser()
+    config = config_of(settings)
+    chosen = _sizes(sizes, config)
+    options |= {"context": context, "layer_seconds": layer_seconds, "name": path.stem if path.exists() else name}
+    return [plan_device(config, chosen, device.strip(), **options) for device in names.split(",")]
+
+
+def _measured(settings, sizes: str | None, options: dict, context: int, say) -> dict:
+    from drafttrain.data.progress import progress_bar
+    from drafttrain.evaluate.sizes import batches
+    from drafttrain.plan import KS, plan_sizes
+    from drafttrain.target import load_target
+
+    target = load_target(**settings.model_dump())
+    chosen = _sizes(sizes, target.config)
+    say(f"timing {len(chosen)} sizes beside {target.title}, random weights, interleaved: a minute or three")
+    deepest = max(options.get("ks", KS))
+    with progress_bar("planning", batches([deepest] * len(chosen), 3)) as update:
+        return plan_sizes(target, chosen, context=context, progress=update, **options)
+
+
+def _show(plans: list[dict], recipe: str | None, as_json: bool) -> None:
+    from drafttrain.plan_print import advice, print_plan
+
+    if as_json:
+        print(json.dumps({"plans": plans}))
+    else:
+        for found in plans:
+            print_plan(found, console_for())
+    for found in plans:
+        say_for(as_json)(advice(found, recipe))
+
+
+def _student(source, settings, recipe, draft, report, given, ks, refused, concurrency, context, as_json) -> None:
+    from drafttrain.drafts.loading import load_draft
+    from drafttrain.plan import predict_report, predict_student, rates_of
+    from drafttrain.plan_print import print_student
+    from drafttrain.target import load_target
+
+    wrong = [flag for flag, value in refused.items() if value is not None]
+    wrong += ["--acceptance", "--k"] if report is not None and (given or ks) else []
+    if wrong:
+        raise OptionError(f"{', '.join(wrong)} given for a trained draft; its report, or its folder, says that")
+    if draft is None and recipe is None:
+        raise OptionError("--report needs the draft it is about. Mend: --draft FOLDER, or a run folder as the target")
+    written = _report(report)
+    target = load_target(**settings.model_dump())
+    folder = draft or source
+    loaded = load_draft(folder, target)
+    options = {"concurrency": concurrency, "context": context}
+    if written is not None:
+        found = predict_report(target, loaded, written, folder, **options)
+    else:
+        ks = ks or [1, 2, 3, 4, 5]
+        rates = rates_of(given or 0.6, loaded.method, max(ks))
+        ks = [k for k in ks if k <= len(rates)]
+        found = {"label": loaded.method, **predict_student(target, loaded, rates, ks, **options)}
+    found |= {"draft": str(folder), "device": target.device.type, "acceptance_assumed": written is None}
+    if as_json:
+        print(json.dumps({"student": found}))
+    else:
+        print_student(found, console_for())
+    top = max(found["predictions"], key=lambda row: row["speedup"])
+    again = folder if draft is None or recipe is not None else f"{folder} --target {source}"
+    say_for(as_json)(
+        f"best predicted: {top['speedup']:.2f}x at K = {top['k']}. Next: drafttrain evaluate {again} --k {top['k']}"
+    )
+
+
+def _report(path: Path | None) -> dict | None:
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--report is {path}, which cannot be read ({error}); expected a report.json") from error
+    if not isinstance(content, dict):
+        raise OptionError(f"{path} holds a JSON {type(content).__name__}; expected the object of a report.json")
+    return content

@@ -1,0 +1,94 @@
+"""A draft as a folder: what a run keeps and what leaves for an engine. The layout of each kind is its module's own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from drafttrain.data.files import replace_folder
+from drafttrain.drafts.base import Draft
+from drafttrain.drafts.eagle3 import Eagle3Draft
+from drafttrain.drafts.kd import KdDraft
+from drafttrain.drafts.loading import load_draft
+from drafttrain.export import eagle3, kd
+from drafttrain.export.base import ExportError
+from drafttrain.target import Target
+
+MASTER = "master"
+
+
+def write_draft(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:
+    """The engines' layout of the draft's kind, into an existing, empty folder. ExportError as its writer says."""
+    if isinstance(draft, KdDraft):
+        kd.write_small_model(draft, target, folder, dtype, **provenance)
+    else:
+        assert isinstance(draft, Eagle3Draft), draft.method
+        eagle3.write_eagle3(draft, target, folder, dtype, **provenance)
+
+
+def save_draft(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:
+    """The run's draft folder, swapped in whole: the export itself, and in master/ the fp32 weights as trained."""
+
+    def fill(path: Path) -> None:
+        write_draft(draft, target, path, dtype, **provenance)
+        (path / MASTER).mkdir()
+        draft.save_pretrained(path / MASTER)
+
+    replace_folder(folder, fill)
+
+
+def export_draft(
+    draft_folder: Path, target: Target, folder: Path, dtype: torch.dtype | None = None, k: int | None = None
+) -> str:
+    """Write the engines' directory from a run's draft folder: the very files that were evaluated, or, for another
+    dtype, from the fp32 masters. `folder` is replaced whole. Returns the draft's method.
+
+    k: the drafts a round that a small model's generation config asks for. Raises DraftError where the draft does not
+    fit the target, ExportError where there are no masters, a number does not survive the cast, or `folder` holds
+    anything else than a former export.
+    """
+    draft = load_draft(draft_folder, target)
+    stored = next(draft.parameters()).dtype
+    files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file())
+    _check_place(folder, files)
+
+    def fill(path: Path) -> None:
+        if dtype is None or dtype == stored:
+            for name in files:
+                shutil.copyfile(draft_folder / name, path / name)
+        elif (draft_folder / MASTER).exists():
+            write_draft(_from_masters(draft, draft_folder, target), target, path, dtype, **_details(draft_folder))
+        else:
+            raise ExportError(
+                f"{draft_folder} holds {stored} weights and no fp32 masters, {dtype} was asked for. "
+                "Mend: leave --dtype out, or export from the run folder."
+            )
+        if k is not None and isinstance(draft, KdDraft):
+            kd.assistant_settings(target, k).save_pretrained(path)
+
+    replace_folder(folder, fill)
+    return draft.method
+
+
+def _check_place(folder: Path, files: list[str]) -> None:
+    known = {*files, "generation_config.json"}
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
+    if others or folder.is_file():
+        raise ExportError(
+            f"{folder} holds {', '.join(others[:4]) or 'something else'}; expected a new or empty folder, or a former "
+            "export, which is replaced. Mend: give another --output."
+        )
+
+
+def _from_masters(draft: Draft, folder: Path, target: Target) -> Draft:
+    if isinstance(draft, KdDraft):
+        return kd.from_masters(folder, folder / MASTER).to(target.device).attach(target)
+    return Eagle3Draft.from_pretrained(folder / MASTER)
+
+
+def _details(draft_folder: Path) -> dict:
+    """What a draft's drafttrain.json says beyond the target: its validation figures."""
+    facts = json.loads((draft_folder / "drafttrain.json").read_text())
+    ours = ("target", "tokenizer", "method", "student")
+    return {key: value for key, value in facts.items() if not key.startswith(ours)}

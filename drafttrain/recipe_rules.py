@@ -1,0 +1,79 @@
+"""What settings of a recipe contradict each other or its method: settings that would be ignored are errors too."""
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+SMALL_MODEL = ("student", "num_hidden_layers", "keep_layers", "choose_layers", "train_embeddings", "lora")
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def contradictions(recipe) -> Iterator[str]:
+    """One line "key: found, expected" for each problem of a whole, otherwise valid `recipe.Recipe`."""
+    if recipe.method == "kd":
+        yield from _small_model(recipe)
+    else:
+        yield from _heads(recipe)
+
+
+def _changed(section: BaseModel, names: tuple[str, ...]) -> list[str]:
+    """The names whose value is not the default. A saved recipe gives every key, so being given says nothing."""
+    return [name for name in names if getattr(section, name) != type(section).model_fields[name].default]
+
+
+def _heads(recipe) -> Iterator[str]:
+    """Methods that draft from the target's own features."""
+    for name in _changed(recipe.draft, SMALL_MODEL):
+        yield f"draft.{name}: found {getattr(recipe.draft, name)!r}, which is for method kd; this is {recipe.method}"
+    for name in _changed(recipe.training, ("temperature", "on_policy")):
+        yield f"training.{name}: only method kd has it; this is {recipe.method}"
+    if recipe.features.source == "topk":
+        yield "features.source: found 'topk', which has no features; expected online or store, or method kd"
+    if "next_token" in _losses(recipe.training.loss):
+        yield "training.loss: next_token is for method kd; expected cross_entropy, which is on the target's own choice"
+    if recipe.evaluation.quantize:
+        yield f"evaluation.quantize: only small models (method kd) are quantised; this is {recipe.method}"
+
+
+def _small_model(recipe) -> Iterator[str]:
+    draft, training = recipe.draft, recipe.training
+    student = draft.student or ("sibling" if draft.init_from else "pruned")
+    if recipe.features.layers is not None:
+        yield "features.layers: a small model reads no hidden states of the target; leave it out"
+    for name in _changed(training, ("ttt_steps", "step_decay")):
+        yield f"training.{name}: a small model is not unrolled; leave it out"
+    if draft.norm_before_residual:
+        yield "draft.norm_before_residual: a small model has no such switch; leave it out"
+    if recipe.evaluation.tree is not None:
+        yield "evaluation.tree: small models draft chains only; leave it out"
+    if training.temperature != 1 and (recipe.data.draft_vocab is not None or recipe.features.source == "topk"):
+        yield (
+            f"training.temperature: found {training.temperature:g}, which needs the teacher's whole vocabulary; "
+            "expected 1, or draft_vocab null and features.source online or store"
+        )
+    if training.on_policy is not None and "next_token" in _losses(training.loss):
+        yield "training.on_policy: next_token would teach the draft its own words; expected a loss on the target's p"
+    yield from _student(draft, student)
+
+
+def _student(draft, student: str) -> Iterator[str]:
+    if student == "sibling" and draft.init_from is None:
+        yield "draft.init_from: not given, expected the hub id or folder of a small model of the same vocabulary"
+    if student != "sibling" and draft.init_from is not None:
+        yield f"draft.init_from: found {draft.init_from!r} for a {student} student; expected draft.student: sibling"
+    if draft.keep_layers is not None and draft.num_hidden_layers is not None:
+        yield "draft.keep_layers: found beside draft.num_hidden_layers, expected one of the two"
+    if student == "fresh":
+        if draft.hidden_size is None:
+            yield "draft.hidden_size: not given, expected the width of the fresh student, such as 256"
+        if draft.keep_layers is not None or draft.lora is not None:
+            yield f"draft.{'keep_layers' if draft.keep_layers else 'lora'}: a fresh student has no layers to start from"
+    else:
+        for name in _changed(draft, SHAPE):
+            yield f"draft.{name}: a {student} student keeps its own sizes; expected draft.student: fresh"
+    if draft.lora is not None and draft.train_embeddings:
+        yield "draft.train_embeddings: with draft.lora only the adapters are trained; expected one of the two"
+
+
+def _losses(loss: str | dict) -> list[str]:
+    return [loss] if isinstance(loss, str) else list(loss)

@@ -1,0 +1,90 @@
+"""The directory of a small draft: what engines load is the trained model, padded, in the dtype asked for."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from drafttrain.export.base import ExportError
+from drafttrain.export.folder import export_draft, save_draft
+from drafttrain.export.serve import check_engine, serve_command
+from tests.tiny_models import V
+from tests.tiny_students import IDS, make_target, trained
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture
+def target():
+    return make_target()
+
+
+def test_transformers_loads_it_as_it_was_trained(target, tmp_path):
+    draft = trained(target, lora={"r": 2, "target_modules": ["q_proj", "down_proj"]})
+    save_draft(draft, target, tmp_path / "draft", torch.float32)
+    export_draft(tmp_path / "draft", target, tmp_path / "export", k=5)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, draft.student(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (config["vocab_size"], config["num_hidden_layers"]) == (V, 3)
+    assert "quantization_config" not in config
+    settings = GenerationConfig.from_pretrained(tmp_path / "export")
+    assert settings.num_assistant_tokens == 5
+    assert (settings.num_assistant_tokens_schedule, settings.assistant_confidence_threshold) == ("constant", 0.0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").get_vocab() == target.tokenizer.get_vocab()
+    assert not (tmp_path / "export" / "master").exists()
+
+
+def test_every_word_leaves_also_with_a_smaller_draft_vocabulary(target, tmp_path):
+    draft = trained(target, IDS)
+    save_draft(draft, target, tmp_path / "draft", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    assert model.lm_head.weight.shape[0] == V
+
+
+def test_another_dtype_comes_from_the_masters(target, tmp_path):
+    draft = trained(target)
+    save_draft(draft, target, tmp_path / "draft", torch.bfloat16)
+    export_draft(tmp_path / "draft", target, tmp_path / "half", torch.float16)
+    with safe_open(tmp_path / "half" / "model.safetensors", "pt") as file:
+        name = "model.layers.1.mlp.up_proj.weight"
+        found = file.get_tensor(name)
+        assert found.dtype == torch.float16
+        assert torch.equal(found, dict(draft.student.named_parameters())[name].half())
+    facts = json.loads((tmp_path / "half" / "drafttrain.json").read_text())
+    assert (facts["method"], facts["student"]) == ("kd", "small")
+
+
+def test_numbers_that_do_not_fit_the_dtype_are_named(target, tmp_path):
+    draft = trained(target)
+    with torch.no_grad():
+        draft.student.model.norm.weight[0] = 1e5
+    with pytest.raises(ExportError, match=r"model\.norm\.weight hold numbers that are not finite in torch.float16"):
+        save_draft(draft, target, tmp_path / "draft", torch.float16)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_other_folders_are_left_alone(target, tmp_path):
+    save_draft(trained(target), target, tmp_path / "draft", torch.float32)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "notes.txt").write_text("mine")
+    with pytest.raises(ExportError, match="holds notes.txt"):
+        export_draft(tmp_path / "draft", target, tmp_path / "export")
+    assert (tmp_path / "export" / "notes.txt").read_text() == "mine"
+    (tmp_path / "export" / "notes.txt").unlink()
+    for _ in range(2):
+        assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+
+
+def test_commands_of_the_engines(target):
+    assert '"method": "draft_model"' in serve_command("vllm", target, "out", 4, "kd")
+    assert "--model-impl" not in serve_command("vllm", make_target("Gemma3"), "out", 4, "kd")
+    assert "--speculative-algorithm STANDALONE" in serve_command("sglang", target, "out", 4, "kd")
+    assert 'assistant_model="out"' in serve_command("transformers", target, "out", 4, "kd")
+    assert "-md draft.gguf" in serve_command("llama.cpp", target, "out", 4, "kd")
+    with pytest.raises(ExportError, match="expected one of vllm, sglang, transformers, llama.cpp"):
+        check_engine("tensorrt-llm", "kd")

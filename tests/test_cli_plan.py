@@ -1,0 +1,109 @@
+"""The verb `plan`: sizes measured on a tiny target, devices without weights, a trained student against its report, and
+what is refused.
+"""
+
+import json
+
+import pytest
+
+from drafttrain.evaluate.roofline import DEVICES, Roofline, shape_of
+from tests.test_plan import GEMMA_270M
+from tests.tiny_models import make_model, make_tokenizer, save
+from tests.training.tiny_run import settings, write_recipe, write_target
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    status, out, err = result
+    assert status == 1 and "Traceback" not in out + err and err.count("error:") == 1, err
+    assert not [part for part in parts if part not in err], err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, a small model of its vocabulary, and a recipe."""
+    folder = tmp_path_factory.mktemp("plan")
+    write_target(folder / "target", max_position_embeddings=256)
+    save(folder / "small", make_model("Llama", num_hidden_layers=2, max_position_embeddings=256), make_tokenizer(90))
+    values = settings(folder)
+    kd = {"draft_vocab": 60}
+    recipe = {**values, "method": "kd", "data": values["data"] | kd, "features": {}, "draft": {"student": "pruned"}}
+    recipe["training"] = {key: value for key, value in values["training"].items() if key != "ttt_steps"}
+    write_recipe(folder, recipe)
+    return folder
+
+
+def test_plan_on_the_command_line(cli, folder):
+    options = ["--sizes", "pruned:2,fresh:16x1", "--k", "1,2", "--context", "8"]
+    status, out, err = cli("plan", folder / "target", *options, "--acceptance", ".7", "--json")
+    assert status == 0, err
+    (plan,) = json.loads(out)["plans"]
+    assert {entry["label"] for entry in plan["sizes"]} == {"pruned:2", "fresh:16x1"} and plan["draft_vocab"] is None
+    assert plan["sizes"][0]["acceptance"] == pytest.approx([0.7, 0.49]) and "CPU" in err
+    status, out, err = cli(
+        "plan", folder / "recipe.yaml", *options, "--acceptance", "1", "--acceptance", "pruned:2=.2,.1"
+    )
+    assert status == 0, err
+    assert "pruned:2 joint rates 0.2 0.1" in out and "fresh:16x1 1 given the draft before" in out
+    assert "draft vocabulary of 60 words" in out
+    last = out.strip().splitlines()[-1]
+    assert f"drafttrain train {folder / 'recipe.yaml'} draft.student=fresh" in last or "no size pays" in last
+
+
+def test_plan_for_devices_needs_no_weights(cli, folder, tmp_path):
+    GEMMA_270M.save_pretrained(tmp_path / "bare")
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(config | {"architectures": ["Gemma3ForCausalLM"]}))
+    status, out, err = cli("plan", tmp_path / "bare", "--device", "H100,L40S", "--layer-time", "0", "--json")
+    assert status == 0, err
+    first, second = json.loads(out)["plans"]
+    assert (first["device"], second["device"]) == ("H100", "L40S") and len(first["sizes"]) == 17
+    bandwidth = DEVICES["H100"].bandwidth / DEVICES["L40S"].bandwidth
+    assert second["plain_step"] / first["plain_step"] == pytest.approx(bandwidth)
+    assert first["plain_step"] == Roofline(DEVICES["H100"]).seconds(shape_of(GEMMA_270M), 1, 1, 1024)
+    status, out, err = cli("plan", tmp_path / "bare", "--device", "H100", "--sizes", "fresh:160x2")
+    assert status == 0 and "roofline" in out and "30 us a layer" in out and "fresh:160x2 is predicted best" in out
+
+
+def test_a_hub_id_without_a_network_ends_within_seconds(cli, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(cli("plan", "nobody/nothing", "--device", "H100"), "nobody/nothing", "HF_HUB_OFFLINE is set", "Mend")
+
+
+def test_a_student_on_the_command_line(cli, folder, tmp_path):
+    target, small = folder / "target", folder / "small"
+    options = ["--k", "1,2", "--max-new-tokens", "8", "--num-prompts", "2", "--prompts", folder / "test.jsonl"]
+    status, _, err = cli("evaluate", small, "--target", target, *options, "--output", tmp_path)
+    assert status == 0, err
+    report = tmp_path / "report.json"
+    status, out, err = cli("plan", target, "--draft", small, "--report", report, "--context", "8", "--json")
+    assert status == 0, err
+    found = json.loads(out)["student"]
+    runs = {run["k"]: run for run in json.loads(report.read_text())["runs"] if run["draft"] == "kd"}
+    assert [row["k"] for row in found["predictions"]] == [1, 2] and found["acceptance_assumed"] is False
+    for row in found["predictions"]:
+        assert row["measured"] == runs[row["k"]]["speedup"]
+        assert row["tau"] == pytest.approx(runs[row["k"]]["mean_acceptance_length"])
+    assert f"drafttrain evaluate {small} --target {target}" in err
+    status, out, err = cli("plan", target, "--draft", small, "--acceptance", ".5", "--k", "2", "--context", "8")
+    assert status == 0 and "1.75" in out and "ASSUMED" in out and "measured error" not in out, err
+
+
+def test_mistakes(cli, folder, tmp_path):
+    target = folder / "target"
+    refused(cli("plan", target, "--sizes", "big"), "the size 'big' cannot be read", "fresh:WIDTHxLAYERS")
+    refused(cli("plan", target, "--sizes", "pruned:12"), "pruned:12 has 12 layers; expected 2 to 7")
+    refused(cli("plan", target, "--sizes", "fresh:12x1"), "12 wide; expected a multiple of 8")
+    refused(cli("plan", target, "--sizes", "pruned:2", "--acceptance", "1.5"), "acceptance of pruned:2 is 1.5")
+    refused(cli("plan", target, "--acceptance", "often"), "--acceptance is 'often'")
+    refused(cli("plan", target, "--device", "H100,abacus"), "device is 'abacus'; expected one of A100")
+    refused(cli("plan", target, "--k", "x"), "--k is 'x'")
+    refused(cli("plan", tmp_path / "nothing", "--device", "H100"), "there is no such folder")
+    refused(cli("plan", tmp_path / "none.yaml"), "none.yaml", "expected a YAML recipe")
+    refused(cli("plan", tmp_path / "nothing"), "nothing")
+    refused(cli("plan", target, "--report", tmp_path / "report.json"), "--draft FOLDER")
+    refused(cli("plan", target, "--draft", folder / "small", "--report", tmp_path / "no.json"), "cannot be read")
+    refused(
+        cli("plan", target, "--draft", folder / "small", "--sizes", "pruned:2"), "--sizes given for a trained draft"
+    )
+    (tmp_path / "list.json").write_text("[]")
+    refused(cli("plan", target, "--draft", folder / "small", "--report", tmp_path / "list.json"), "JSON list")

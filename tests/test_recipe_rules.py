@@ -1,0 +1,69 @@
+"""Settings that contradict the method or each other end in one line that names the key."""
+
+import pytest
+
+from drafttrain.recipe import RecipeError, load_recipe, parse_recipe, save_recipe
+
+DATA = {"train": [{"path": "a.jsonl"}]}
+
+
+def lines_of(method: str, **sections) -> list[str]:
+    data = {**DATA, **sections.pop("data", {})}
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({"method": method, "target": "x/y", "data": data, **sections})
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("method", "sections", "key"),
+    [
+        ("eagle3", {"draft": {"num_hidden_layers": 2}}, "draft.num_hidden_layers"),
+        ("eagle3", {"draft": {"lora": {}}}, "draft.lora"),
+        ("eagle3", {"training": {"temperature": 2.0}}, "training.temperature"),
+        ("eagle3", {"training": {"on_policy": {}}}, "training.on_policy"),
+        ("eagle3", {"training": {"loss": "next_token"}}, "training.loss"),
+        ("eagle3", {"training": {"loss": {"forward_kl": 0.5, "next_token": 0.5}}}, "training.loss"),
+        ("eagle3", {"features": {"source": "topk"}}, "features.source"),
+        ("eagle3", {"evaluation": {"quantize": "int8"}}, "evaluation.quantize"),
+        ("kd", {"features": {"layers": [2, 4, 5]}}, "features.layers"),
+        ("kd", {"training": {"ttt_steps": 3}}, "training.ttt_steps"),
+        ("kd", {"training": {"step_decay": 0.5}}, "training.step_decay"),
+        ("kd", {"draft": {"norm_before_residual": True}}, "draft.norm_before_residual"),
+        ("kd", {"evaluation": {"tree": {}}}, "evaluation.tree"),
+        ("kd", {"training": {"temperature": 2.0}, "data": {"draft_vocab": 8000}}, "training.temperature"),
+        ("kd", {"training": {"temperature": 2.0}, "features": {"source": "topk"}}, "training.temperature"),
+        ("kd", {"training": {"on_policy": {}, "loss": "next_token"}}, "training.on_policy"),
+        ("kd", {"draft": {"student": "sibling"}}, "draft.init_from"),
+        ("kd", {"draft": {"student": "pruned", "init_from": "a/b"}}, "draft.init_from"),
+        ("kd", {"draft": {"keep_layers": [0, 5], "num_hidden_layers": 2}}, "draft.keep_layers"),
+        ("kd", {"draft": {"student": "fresh"}}, "draft.hidden_size"),
+        ("kd", {"draft": {"student": "fresh", "hidden_size": 64, "keep_layers": [0, 1]}}, "draft.keep_layers"),
+        ("kd", {"draft": {"student": "fresh", "hidden_size": 64, "lora": {}}}, "draft.lora"),
+        ("kd", {"draft": {"hidden_size": 64}}, "draft.hidden_size"),
+        ("kd", {"draft": {"init_from": "a/b", "lora": {}, "train_embeddings": True}}, "draft.train_embeddings"),
+    ],
+)
+def test_a_contradiction_is_one_line_with_its_key(method, sections, key) -> None:
+    (line,) = lines_of(method, **sections)
+    assert line.startswith(f"{key}: ")
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    lines = lines_of("kd", draft={"student": "fresh", "init_from": "a/b"}, training={"ttt_steps": 3})
+    assert [line.split(":")[0] for line in lines] == ["training.ttt_steps", "draft.init_from", "draft.hidden_size"]
+
+
+def test_a_saved_recipe_of_each_method_loads_again(tmp_path) -> None:
+    for method in ("eagle3", "kd"):
+        recipe = parse_recipe({"method": method, "target": "x/y", "data": DATA})
+        save_recipe(recipe, tmp_path / "recipe.yaml")
+        assert load_recipe(tmp_path / "recipe.yaml").model_dump()["draft"] == recipe.model_dump()["draft"]
+
+
+def test_small_models_keep_the_whole_vocabulary_unless_asked() -> None:
+    def size(method, **data):
+        return parse_recipe({"method": method, "target": "x/y", "data": {**DATA, **data}}).data.draft_vocab
+
+    assert size("kd") is None
+    assert size("kd", draft_vocab=4096) == 4096
+    assert size("eagle3") == 32000
