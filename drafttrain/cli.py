@@ -178,7 +178,7 @@ def export(
         raise ExportError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
     engine = engine or (recipe.export.engine if recipe else "vllm")
     draft_folder = find_draft(source)
-    check_engine(engine, draft_method(draft_folder))
+    check_engine(engine, draft_method(draft_folder), draft_folder)
     if dtype is not None and dtype not in DTYPES:
         raise ExportError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     loaded = load_target(target) if target else load_target(**recipe.target.model_dump())

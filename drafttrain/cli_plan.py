@@ -47,8 +47,9 @@ def plan(
         typer.Option(help="Cached tokens of a request. Default: 128 measured, 1024 for --device.", min=1),
     ] = None,
     layer_time: Annotated[
-        float, typer.Option(help="With --device: microseconds a layer takes at least, for its kernels.", min=0)
-    ] = 30.0,
+        float | None,
+        typer.Option(help="With --device: microseconds a layer takes at least. Default: 30 on GPUs.", min=0),
+    ] = None,
     draft: Annotated[str | None, typer.Option(help="A trained draft to predict: run, folder or hub id.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="report.json of that draft: its acceptance, and what to compare with.")
@@ -75,10 +76,10 @@ def plan(
     options |= {"acceptance": given} if given else {}
     assert isinstance(settings, TargetConfig)
     if device is not None:
-        plans = _devices(settings, sizes, device, options, context or 1024, layer_time * 1e-6)
+        plans = _devices(settings, sizes, device, options, context or 1024, layer_time)
     else:
         plans = [_measured(settings, sizes, options, context or 128, say_for(as_json))]
-    _show(plans, _train_arguments(source, recipe), as_json)
+    _show(plans, _train_arguments(source, recipe), reset_keys(recipe) if recipe else None, as_json)
 
 
 def _open(source: str):
@@ -105,6 +106,18 @@ def _train_arguments(source: str, recipe) -> str | None:
     if Path(source).is_dir():
         return f"{Path(source) / 'recipe.yaml'} --output NEW_FOLDER{other}"
     return source + other
+
+
+def reset_keys(recipe) -> dict[str, str]:
+    """{dotted key: default} of what the recipe says and no small model cut from the target, or made for it, takes."""
+    refused = {"draft": None, "training": ("ttt_steps", "step_decay"), "features": ("layers",), "evaluation": ("tree",)}
+    out = {}
+    for name, keys in refused.items():
+        section = getattr(recipe, name)
+        for key, field in type(section).model_fields.items():
+            if (keys is None or key in keys) and getattr(section, key) != field.default:
+                out[f"{name}.{key}"] = json.dumps(field.default)
+    return out
 
 
 def _numbers(text: str | None, kind: type, flag: str) -> list | None:
@@ -136,7 +149,9 @@ def _sizes(text: str | None, config):
     return default_sizes(config) if text is None else parse_sizes(text, config)
 
 
-def _devices(settings, sizes: str | None, names: str, options: dict, context: int, layer_seconds: float) -> list[dict]:
+def _devices(
+    settings, sizes: str | None, names: str, options: dict, context: int, layer_time: float | None
+) -> list[dict]:
     from drafttrain.evaluate.roofline import find_device
     from drafttrain.plan import plan_device
     from drafttrain.plan_candidates import config_of
@@ -146,6 +161,7 @@ def _devices(settings, sizes: str | None, names: str, options: dict, context: in
     name, path = settings.name_or_path, Path(settings.name_or_path).expanduser()
     config = config_of(settings)
     chosen = _sizes(sizes, config)
+    layer_seconds = None if layer_time is None else layer_time * 1e-6
     options |= {"context": context, "layer_seconds": layer_seconds, "name": path.stem if path.exists() else name}
     return [plan_device(config, chosen, device.strip(), **options) for device in names.split(",")]
 
@@ -164,7 +180,7 @@ def _measured(settings, sizes: str | None, options: dict, context: int, say) -> 
         return plan_sizes(target, chosen, context=context, progress=update, **options)
 
 
-def _show(plans: list[dict], recipe: str | None, as_json: bool) -> None:
+def _show(plans: list[dict], recipe: str | None, reset: dict[str, str] | None, as_json: bool) -> None:
     from drafttrain.plan_print import advice, print_plan
 
     if as_json:
@@ -173,10 +189,11 @@ def _show(plans: list[dict], recipe: str | None, as_json: bool) -> None:
         for found in plans:
             print_plan(found, console_for())
     for found in plans:
-        say_for(as_json)(advice(found, recipe))
+        say_for(as_json)(advice(found, recipe, reset))
 
 
 def _student(source, settings, recipe, draft, report, given, ks, refused, concurrency, context, as_json) -> None:
+    from drafttrain.data.run_folder import RunFolder
     from drafttrain.drafts.loading import load_draft
     from drafttrain.plan import predict_report, predict_student, rates_of
     from drafttrain.plan_print import print_student
@@ -197,8 +214,13 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
         found = predict_report(target, loaded, written, folder, **options)
     else:
         ks = ks or [1, 2, 3, 4, 5]
+        named = [label for label in given or {} if label]
+        if named:
+            raise OptionError(f"--acceptance names the size {named[0]}; expected rates alone for a trained draft")
         rates = rates_of(given or 0.6, loaded.method, max(ks))
-        ks = [k for k in ks if k <= len(rates)]
+        short = [k for k in ks if k > len(rates)]
+        if short:
+            raise OptionError(f"--k asks for {short[0]} drafts, --acceptance has {len(rates)} rates; expected as many")
         found = {"label": loaded.method, **predict_student(target, loaded, rates, ks, **options)}
     found |= {"draft": str(folder), "device": target.device.type, "acceptance_assumed": written is None}
     if as_json:
@@ -206,7 +228,8 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
     else:
         print_student(found, console_for())
     top = max(found["predictions"], key=lambda row: row["speedup"])
-    again = folder if draft is None or recipe is not None else f"{folder} --target {source}"
+    known = RunFolder(Path(folder)).recipe_file.exists()
+    again = folder if known else f"{folder} --target {settings.name_or_path}"
     say_for(as_json)(
         f"best predicted: {top['speedup']:.2f}x at K = {top['k']}. Next: drafttrain evaluate {again} --k {top['k']}"
     )

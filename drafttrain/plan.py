@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.small_model import SmallModelProposer
 from drafttrain.evaluate.cost import CostModel, joint_from_conditional
-from drafttrain.evaluate.roofline import Roofline, find_device, shape_of
+from drafttrain.evaluate.roofline import Roofline, find_device, layer_seconds_on, shape_of
 from drafttrain.evaluate.sizes import DraftCost, Update, measure_drafts
 from drafttrain.plan_candidates import (
     PlanError,
@@ -34,8 +34,6 @@ from drafttrain.target import Target
 
 KS = (1, 2, 3, 4, 5)
 ACCEPTANCE = 0.6
-LAYER_SECONDS = 30e-6
-"""What a layer takes at least on a GPU, assumed: some ten kernels of a few microseconds each, replayed as a graph."""
 
 Rates = float | Sequence[float]
 Acceptance = Rates | Mapping[str, Rates]
@@ -123,16 +121,19 @@ def plan_device(
     draft_vocab: int | None = None,
     context: int = 1024,
     concurrency: int = 1,
-    layer_seconds: float = LAYER_SECONDS,
+    layer_seconds: float | None = None,
 ) -> dict[str, Any]:
     """As `plan_sizes`, from the target's config and a device's roofline alone (bf16): nothing is loaded or measured.
 
-    layer_seconds: added for each layer of a forward, of target and draft alike. RooflineError for an unknown device or
+    layer_seconds: added for each layer of a forward, of target and draft alike; None: what `layer_seconds_on` assumes.
+    RooflineError for an unknown device or
     a model type that is not counted.
     """
     rates = _checked(candidates, config, acceptance, ks)
     rows = _head_rows(draft_vocab, config.vocab_size)
-    roofline = Roofline(find_device(device), layer_overhead=layer_seconds)
+    found = find_device(device)
+    layer_seconds = layer_seconds_on(found) if layer_seconds is None else layer_seconds
+    roofline = Roofline(found, layer_overhead=layer_seconds)
     entries = []
     for size in candidates:
         small = student_config(size, config)
@@ -185,7 +186,7 @@ def _target_facts(name: str, config: PretrainedConfig, weights: Weights) -> dict
 
 
 def _head_facts(weights: Weights, share_of_step: float) -> dict[str, Any]:
-    share = weights.head / (weights.head + weights.body)
+    share = weights.head / weights.read
     return {"parameters": weights.head, "share_of_bytes": share, "share_of_step": share_of_step}
 
 
@@ -317,7 +318,7 @@ def measured_runs(report: Mapping[str, Any], method: str, source: str | Path, co
         run
         for run in report.get("runs", ())
         if run["draft"] == method and run["trained"] and run["concurrency"] == concurrency and run["speedup"]
-        if not (run["tree"] or run["policy"] or run["lossy"])
+        if not (run["tree"] or run["policy"] or run["lossy"] or run.get("quantization"))
     ]
     folder = Path(source).resolve()
     own = [run for run in runs if run["checkpoint"] and Path(run["checkpoint"]).resolve() in (folder, folder / "draft")]

@@ -19,7 +19,7 @@ from drafttrain.drafts.fresh_student import LAYER_LISTS, fresh_config, spread
 from drafttrain.drafts.small_model import prune_layers
 from drafttrain.drafts.student_parts import causal_class
 from drafttrain.errors import UserError
-from drafttrain.evaluate.roofline import shape_of
+from drafttrain.evaluate.roofline import FAMILIES, ModelShape, shape_of
 from drafttrain.recipe import DraftConfig, TargetConfig
 from drafttrain.target import Target, TargetError
 from drafttrain.target_files import LOADING_ERRORS, find_folder, loading_error, read_config, unreachable
@@ -53,7 +53,7 @@ class Size:
 @dataclass(frozen=True)
 class Weights:
     """Numbers of parameters. table: the embedding; head: rows that the head reads, `tied` where they are the table's;
-    body: all the rest. itemsize: bytes of each.
+    body: all the rest. itemsize: bytes of each. experts: those of the body that a step of one token leaves unread.
     """
 
     table: int
@@ -61,6 +61,12 @@ class Weights:
     body: int
     tied: bool
     itemsize: int
+    experts: int = 0
+
+    @property
+    def read(self) -> int:
+        """What a step of one token reads."""
+        return self.body + self.head - self.experts
 
     @property
     def parameters(self) -> int:
@@ -68,16 +74,14 @@ class Weights:
         return self.table + self.body + (0 if self.tied else self.head)
 
     def facts(self) -> dict[str, int]:
-        """{"parameters", "table", "head", "body", "bytes", "forward_bytes"}; forward_bytes: what a step of a dense
-        model reads.
-        """
+        """{"parameters", "table", "head", "body", "bytes", "forward_bytes"}; forward_bytes: what a step reads."""
         return {
             "parameters": self.parameters,
             "table": self.table,
             "head": self.head,
             "body": self.body,
             "bytes": self.parameters * self.itemsize,
-            "forward_bytes": (self.body + self.head) * self.itemsize,
+            "forward_bytes": self.read * self.itemsize,
         }
 
 
@@ -85,7 +89,14 @@ def weights_of(model: Target) -> Weights:
     """Counted in a model at hand."""
     head, table = model.lm_head_weight, model.embed_weight
     body = sum(p.numel() for p in model.model.parameters() if p is not head and p is not table)
-    return Weights(table.numel(), head.numel(), body, head is table, table.element_size())
+    config = model.config
+    experts = unread_experts(shape_of(config)) if config.model_type in FAMILIES else 0
+    return Weights(table.numel(), head.numel(), body, head is table, table.element_size(), experts)
+
+
+def unread_experts(shape: ModelShape) -> int:
+    """Parameters of the experts that one token does not go through; 0 for dense models."""
+    return shape.moe_layers * (shape.experts - shape.topk) * shape.expert
 
 
 def weights_from(config: PretrainedConfig, head_rows: int | None = None, itemsize: int = 2) -> Weights:
@@ -93,7 +104,7 @@ def weights_from(config: PretrainedConfig, head_rows: int | None = None, itemsiz
     shape, width = shape_of(config, head_rows), config.hidden_size
     table, head = config.vocab_size * width, (head_rows or config.vocab_size) * width
     tied = not shape.table
-    return Weights(table, head, shape.parameters - head - shape.table, tied, itemsize)
+    return Weights(table, head, shape.parameters - head - shape.table, tied, itemsize, unread_experts(shape))
 
 
 def config_of(settings: TargetConfig) -> PretrainedConfig:

@@ -105,10 +105,11 @@ def print_student(found: Mapping[str, Any], console: Console) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def advice(plan: Mapping[str, Any], recipe: str | None) -> str:
+def advice(plan: Mapping[str, Any], recipe: str | None, reset: Mapping[str, str] | None = None) -> str:
     """The last line: the winner and the command that trains it, or why none pays and what else there is.
 
-    recipe: the arguments that name one in the next command, None where only a target was given.
+    recipe: the arguments that name one in the next command, None where only a target was given; reset: {dotted key:
+    value} of what that recipe says and a student of another kind refuses.
     """
     if plan["best"] is None:
         where = "" if plan["draft_vocab"] is not None else ", a draft vocabulary (--draft-vocab 32000 plans with one)"
@@ -125,5 +126,5 @@ def advice(plan: Mapping[str, Any], recipe: str | None) -> str:
     if recipe is None:
         keys = ", ".join(f"{key}: {value}" for key, value in top["draft"].items())
         return f"{said}. Next: a recipe with `method: kd` and `draft: {{{keys}}}`, then drafttrain train RECIPE"
-    keys = " ".join(f"draft.{key}={value}" for key, value in top["draft"].items())
-    return f"{said}. Next: drafttrain train {recipe} {keys}"
+    keys = {**(reset or {}), **{f"draft.{key}": str(value) for key, value in top["draft"].items()}}
+    return f"{said}. Next: drafttrain train {recipe} {' '.join(f'{key}={value}' for key, value in keys.items())}"

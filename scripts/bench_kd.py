@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.cli import quiet_libraries, run_command
+from drafttrain.data.files import write_json
 from drafttrain.data.prepare import prepare
-from drafttrain.data.run_folder import RunFolder
+from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import write_prompts
 from drafttrain.evaluate.report import write_report
@@ -88,7 +89,7 @@ def recipe_of(base: dict[str, Any], changes: dict[str, Any]) -> Recipe:
 
 
 def share_answers(base: RunFolder, run: RunFolder, source: str) -> None:
-    """Give a variant the answers, and stored features where it reads the same, of the base run: hard links."""
+    """Give a variant a copy of the base run's answers, and hard links to its features where it reads the same."""
     run.prepared.mkdir(parents=True, exist_ok=True)
     for path in base.prepared.glob("regenerated-*.jsonl"):
         if not (run.prepared / path.name).exists():
@@ -97,16 +98,27 @@ def share_answers(base: RunFolder, run: RunFolder, source: str) -> None:
         shutil.copytree(base.prepared / "features", run.prepared / "features", copy_function=os.link)
 
 
-def run_variant(name: str, recipe: Recipe, base: RunFolder, output: Path, target: Target) -> RunFolder:
-    """Train one variant, unless that is done; a run that was cut off goes on."""
-    run = RunFolder(output / name)
+def budget_of(recipe: Recipe) -> dict[str, Any]:
+    """What all variants must have alike to be compared."""
+    return {"max_steps": recipe.training.max_steps, "max_minutes": recipe.training.max_minutes}
+
+
+def run_variant(name: str, recipe: Recipe, base: RunFolder, output: Path, target: Target) -> None:
+    """Train one variant, unless that is done; a run that was cut off goes on. RunError for one of another budget."""
+    run, done = RunFolder(output / name), output / name / "done.json"
+    if done.exists():
+        found = json.loads(done.read_text())
+        if found != budget_of(recipe):
+            raise RunError(
+                f"{run.path} was trained with {found}, {budget_of(recipe)} is asked for. Expected one budget for all. "
+                "Mend: another --output, or remove that folder."
+            )
+        return
     run.claim(recipe)
-    if not (run.path / "done").exists():
-        with run.lock():
-            share_answers(base, run, recipe.features.source)
-            train(recipe, run, target, say=lambda line: print(f"{name}: {line}", flush=True))
-            (run.path / "done").write_text("")
-    return run
+    with run.lock():
+        share_answers(base, run, recipe.features.source)
+        train(recipe, run, target, say=lambda line: print(f"{name}: {line}", flush=True))
+        write_json(done, budget_of(recipe))
 
 
 def table(report: dict[str, Any], runs: dict[str, RunFolder]) -> Table:
@@ -142,13 +154,17 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of about 1,000 tokens each.", min=1)] = 90,
     minutes: Annotated[float, typer.Option(help="Minutes of the on- and off-policy runs.")] = 6.0,
     only: Annotated[list[str] | None, typer.Option(help="Train these variants; may be given several times.")] = None,
-    prompts: Annotated[int, typer.Option(help="Measured prompts.", min=1, max=PROMPTS["test"])] = 48,
+    prompts: Annotated[int, typer.Option(help="Measured prompts.", min=2, max=PROMPTS["test"])] = 48,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)] = 64,
     concurrency: Annotated[int, typer.Option(help="Prompts at a time; acceptance does not depend on it.")] = 8,
     measure: Annotated[bool, typer.Option(help="Measure what is trained.")] = True,
 ) -> None:
     """Train the variants one after the other, then measure them together."""
     quiet_libraries()
+    planned = variants(minutes)
+    unknown = sorted(set(only or []) - set(planned))
+    if unknown:
+        raise RunError(f"--only is {', '.join(unknown)}. Expected some of {', '.join(planned)}.")
     target = demo_target()
     folder = output / "prompts"
     if not all((folder / f"{split}.jsonl").exists() for split in SPLITS):
@@ -158,14 +174,16 @@ def main(
     first.claim(recipe_of(base, {}))
     with first.lock():
         prepared = prepare(recipe_of(base, {}), first, target)
-    planned = variants(minutes)
     for name in only if only is not None else planned:
         run_variant(name, recipe_of(base, planned[name]), first, output, target)
     if not measure:
         return
-    runs = {name: RunFolder(output / name) for name in planned if (output / name / "done").exists()}
+    runs = {name: RunFolder(output / name) for name in planned if (output / name / "done.json").exists()}
     sources = {name: run.path for name, run in runs.items()}
-    sources["untrained"] = next(iter(runs.values())).untrained
+    pruned = [run for name, run in runs.items() if name != "fresh"]
+    if not pruned:
+        raise RunError(f"{output} holds no finished variant with the pruned student. Mend: train one first.")
+    sources["untrained"] = pruned[0].untrained
     settings = settings_with(
         recipe_of(base, {}).evaluation,
         num_prompts=prompts,

@@ -104,7 +104,10 @@ def test_python_m_drafttrain_is_the_command(trained) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "error: --engine is 'tgi', expected one of vllm, sglang, tensorrt-llm, llama.cpp\n"
+    assert (
+        done.stderr
+        == "error: --engine is 'tgi', expected one of vllm, sglang, tensorrt-llm, llama.cpp for method eagle3\n"
+    )
     assert not (trained / "run" / "export").exists()
 
 

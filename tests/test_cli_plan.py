@@ -3,10 +3,15 @@ what is refused.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
+from drafttrain.cli_plan import reset_keys
 from drafttrain.evaluate.roofline import DEVICES, Roofline, shape_of
+from drafttrain.plan_candidates import Size
+from drafttrain.plan_print import advice
+from drafttrain.recipe import load_recipe
 from tests.test_plan import GEMMA_270M
 from tests.tiny_models import make_model, make_tokenizer, save
 from tests.training.tiny_run import settings, write_recipe, write_target
@@ -107,3 +112,30 @@ def test_mistakes(cli, folder, tmp_path):
     )
     (tmp_path / "list.json").write_text("[]")
     refused(cli("plan", target, "--draft", folder / "small", "--report", tmp_path / "list.json"), "JSON list")
+
+
+RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("size", [Size("pruned", 6), Size("fresh", 4, 128)], ids=str)
+def test_the_next_command_is_a_valid_recipe(path, size):
+    recipe = load_recipe(path)
+    plan = {"best": str(size), "device": "x", "sizes": [{"label": str(size), "draft": size.settings()}]}
+    plan["sizes"][0] |= {"best": {"speedup": 1.5, "k": 3}, "break_even_acceptance": 0.3, "acceptance_to_tie": None}
+    words = advice(plan, str(path), reset_keys(recipe)).split("drafttrain train ")[1].split()
+    assert words[0] == str(path)
+    trained = load_recipe(path, [word.replace('"', "") for word in words[1:]] + ["method=kd"])
+    assert (trained.draft.student, trained.draft.num_hidden_layers) == (size.kind, size.layers)
+
+
+def test_a_folder_that_is_no_run_is_evaluated_with_its_target(cli, folder, tmp_path):
+    out = cli("plan", folder / "recipe.yaml", "--draft", folder / "small", "--k", "1", "--acceptance", ".5")
+    assert out[0] == 0, out[2]
+    assert f"drafttrain evaluate {folder / 'small'} --target {folder / 'target'}" in out[1]
+
+
+def test_rates_of_a_trained_draft_have_no_names_and_suffice(cli, folder):
+    common = ("plan", folder / "recipe.yaml", "--draft", folder / "small")
+    refused(cli(*common, "--acceptance", "pruned:4=.5"), "pruned:4", "rates alone")
+    refused(cli(*common, "--k", "4", "--acceptance", ".5,.2"), "4 drafts", "2 rates")

@@ -283,6 +283,8 @@ def test_the_runs_of_a_report(tmp_path):
     runs += [run_of("u", 2, 0.5, trained=False), run_of("t", 2, 0.5, tree="tree"), run_of("b", 2, 0.9, concurrency=4)]
     assert list(measured_runs({"runs": runs}, "kd", "x")) == [1, 2]
     assert measured_runs({"runs": runs}, "kd", "x", 4)[2]["speedup"] == 0.9
+    runs += [run_of("b int8", 2, 0.7, quantization="int8")]  # Later in the report than the full one.
+    assert measured_runs({"runs": runs}, "kd", "x")[2]["label"] == "b k=2"
     other = run_of("c", 4, 2.0, checkpoint=str(tmp_path / "draft"))
     assert list(measured_runs({"runs": [*runs, other]}, "kd", tmp_path)) == [4]
     with pytest.raises(PlanError, match="no chain of a trained eagle3 draft.*it has plain k=0, b k=2"):
@@ -315,3 +317,28 @@ def test_prediction_against_a_report(monkeypatch):
     assert three["speedup"] == pytest.approx(model.predict(3, 10)["speedup"]) and three["measured"] == 1.5
     assert one["error"] == pytest.approx(one["speedup"] / 1.25 - 1)
     assert found["median_error"] == pytest.approx((abs(one["error"]) + abs(three["error"])) / 2)
+
+
+def test_of_experts_a_step_reads_those_it_goes_through():
+    """An A3B shape: 128 experts, 8 of them for a token. The head is about as much of the bytes as of the time."""
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        vocab_size=151936,
+    )
+    plan = plan_device(config, [Size("pruned", 8)], "H100", 0.6, layer_seconds=0)
+    shape = shape_of(config)
+    assert plan["target"]["forward_bytes"] == 2 * round(shape.read(1)) < 0.15 * plan["target"]["bytes"]
+    assert plan["head"]["share_of_bytes"] == pytest.approx(plan["head"]["share_of_step"], rel=0.1)
+
+
+def test_a_layer_costs_its_kernels_on_a_gpu_and_nothing_on_a_cpu():
+    gpu = plan_device(GEMMA_270M, [Size("pruned", 6)], "H100")
+    cpu = plan_device(GEMMA_270M, [Size("pruned", 6)], "cpu")
+    assert (gpu["layer_seconds"], cpu["layer_seconds"]) == (30e-6, 0.0)

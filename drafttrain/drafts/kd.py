@@ -146,8 +146,8 @@ class KdDraft(Draft):
         if batch.topk_ids is not None:
             return TopKTeacher(self._indices(batch.topk_ids), batch.topk_log_p)
         assert self.whole_vocabulary or batch.target_lse is not None, "a smaller vocabulary needs the whole one's lse"
-        lse = batch.target_lse if self.objective.temperature == 1 else None
-        return DenseTeacher(self.teacher, batch.last_hidden, lse)
+        assert self.objective.temperature == 1 or batch.target_lse is None, "a temperature needs every word's logits"
+        return DenseTeacher(self.teacher, batch.last_hidden, batch.target_lse)
 
     def trained_state(self) -> dict[str, Tensor]:
         """The trained parameters alone: frozen ones are the target's, or the sibling's."""

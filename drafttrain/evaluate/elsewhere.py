@@ -8,7 +8,15 @@ from rich.table import Table
 
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.kd import KdDraft
-from drafttrain.evaluate.roofline import FAMILIES, DraftShape, Roofline, find_device, predict, shape_of
+from drafttrain.evaluate.roofline import (
+    FAMILIES,
+    DraftShape,
+    Roofline,
+    find_device,
+    layer_seconds_on,
+    predict,
+    shape_of,
+)
 from drafttrain.target import Target
 
 
@@ -26,8 +34,10 @@ def rooflines(
     """
     found = []
     for name in devices:
-        roofline = Roofline(find_device(name))
+        device = find_device(name)
         for kind, shape in shapes.items():
+            # Of a small model the layers are so cheap that their kernels' starts count: `plan` reckons alike.
+            roofline = Roofline(device, layer_overhead=layer_seconds_on(device) if kind == "kd" else 0.0)
             run = _deepest(report["runs"], kind)
             if run is not None:
                 rates = run["per_position_acceptance"]
@@ -48,7 +58,7 @@ def _deepest(runs: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] 
     chains = [
         run
         for run in runs
-        if run["draft"] == kind and not run["tree"] and not run["policy"] and not run["lossy"]
+        if run["draft"] == kind and not (run["tree"] or run["policy"] or run["lossy"] or run.get("quantization"))
         if (run["trained"] or kind == "ngram") and run["per_position_acceptance"]
     ]
     return max(chains, key=lambda run: (-run["concurrency"], run["mode"] == "greedy", run["k"]), default=None)

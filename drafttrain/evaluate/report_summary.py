@@ -26,7 +26,17 @@ RUN_KEYS = (
     *("iterations", "draft_rounds", "drafted_tokens", "accepted_tokens", "emitted_tokens", "acceptance_rate"),
     *("mean_acceptance_length", "per_position_acceptance", "conditional_acceptance", "intervals", "tokens_per_second"),
     *("end_to_end_tokens_per_second", "ttft", "speedup", "ideal_speedup", "c", "v", "o", "seconds", "categories"),
-    *("identical_to_plain", "divergences", "policy", "lossy", "synthetic", "draft_lengths", "rounds", "itl"),
+    *(
+        "identical_to_plain",
+        "divergences",
+        "policy",
+        "quantization",
+        "lossy",
+        "synthetic",
+        "draft_lengths",
+        "rounds",
+        "itl",
+    ),
     *("peak_memory_bytes", "predicted", "prompts", "notes", "denominator"),
 )
 SECTION_KEYS = {

@@ -82,6 +82,16 @@ def _best_seconds(work: Callable[[], object], repeats: int) -> float:
     return best
 
 
+LAYER_SECONDS = 30e-6
+
+
+def layer_seconds_on(device: Device) -> float:
+    """What a layer of a small model takes at least, assumed: on a GPU some ten kernels of a few microseconds each,
+    replayed as a graph; nothing on a CPU, which waits for bytes.
+    """
+    return 0.0 if device.name == "cpu" else LAYER_SECONDS
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Numbers of parameters and of cached values, from which a forward's bytes and FLOPs follow.

@@ -93,7 +93,7 @@ def draft_candidates(
         proposer = draft.proposer(target, quantize=kind)
         # Copies, so that the model is quantised once for all K: a proposer's state begins anew with each text.
         make = partial(copy.copy, proposer)
-        out.append(Candidate(f"{label} {kind}", draft.method, make, True, str(source)))
+        out.append(Candidate(f"{label} {kind}", draft.method, make, True, str(source), quantization=kind))
     tree = tree_of(settings.tree)
     if tree is not None:
         deep = tuple(k for k in settings.k if not isinstance(tree, StaticTree) or k <= tree.depth)

@@ -37,7 +37,7 @@ class Candidate:
     """Something that drafts. kind: ngram, eagle3, ..; make: a fresh proposer; ks: the K to run it at, None for all;
     greedy_only: leave it out of sampled decoding when greedy decoding is measured too; tree: what its proposer drafts,
     None for chains; policy: makes a fresh policy for a run, given its concurrency; acceptance: a lossy rule, None for
-    the exact one.
+    the exact one; quantization: int8 or int4, None for weights as stored.
     """
 
     label: str
@@ -50,6 +50,7 @@ class Candidate:
     tree: Tree | None = None
     policy: Callable[[int], Policy] | None = None
     acceptance: Typical | Synthetic | None = None
+    quantization: str | None = None
 
 
 NGRAM = Candidate("n-gram", "ngram", NgramProposer, trained=False)

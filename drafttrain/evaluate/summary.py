@@ -81,6 +81,7 @@ def summarise(target: Target, run, plain, prompts: Sequence) -> dict[str, Any]:
         "k": run.k,
         "tree": candidate.tree.described() if drafted and candidate.tree is not None else None,
         "policy": run.policy.name if run.policy is not None else None,
+        "quantization": candidate.quantization if drafted else None,
         "lossy": lossy,
         "synthetic": drafted and isinstance(candidate.acceptance, Synthetic),
         "concurrency": run.concurrency,

@@ -1,5 +1,6 @@
 """The command lines that serve a target with an exported draft, engine by engine."""
 
+import json
 from pathlib import Path
 
 from drafttrain.export.base import ExportError
@@ -16,10 +17,28 @@ VLLM_WITHOUT_HOOKS = ("gemma", "gemma2", "gemma3", "gemma3_text", "mixtral", "gl
 """Targets whose native vLLM implementation has no EAGLE-3 hooks; the transformers backend has them (vLLM 0.32)."""
 
 
-def check_engine(engine: str, method: str) -> None:
-    """ExportError where the engine does not serve this kind of draft."""
+LLAMA_CPP_PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3": 6, "gemma3_text": 6}
+"""llama.cpp takes every nth layer of these families for full attention, whatever the config says (b11434)."""
+
+
+def check_engine(engine: str, method: str, folder: Path) -> None:
+    """ExportError where the engine does not serve this kind of draft, or would run the model in `folder` otherwise
+    than it was trained.
+    """
     if engine not in ENGINES[method]:
-        raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES[method])} for a {method} draft")
+        raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES[method])} for method {method}")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    period, kinds = LLAMA_CPP_PERIODS.get(config.get("model_type")), config.get("layer_types")
+    if engine != "llama.cpp" or method != "kd" or period is None or kinds is None:
+        return
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    expected = list(range(period - 1, len(kinds), period))
+    if full != expected:
+        raise ExportError(
+            f"{folder}: layers {full} of {len(kinds)} have full attention. llama.cpp gives it to every "
+            f"{period}th layer of this family, here {expected or 'none'}, and would serve another model than was "
+            "trained. Mend: keep_layers of that pattern, or another engine."
+        )
 
 
 def serve_command(engine: str, target: Target, folder: Path, k: int, method: str = "eagle3") -> str | None:

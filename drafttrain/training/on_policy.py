@@ -31,7 +31,8 @@ class OnPolicy:
 
     seed: the run's. stop_ids: the tokens that end a continuation, themselves included in it. max_positions: the
     longest row that the target and the draft can read. Every draw comes from (seed, step, rank, micro-batch), none
-    from torch's global state, so a resumed run trains on the same batches.
+    from torch's global state, so a resumed run trains on the same batches; only where `start` meets a budget in
+    minutes does it hang on the clock. The draft writes with its whole head, also where drafts are a smaller vocabulary.
     """
 
     def __init__(self, settings: OnPolicyConfig, seed: int, stop_ids: Sequence[int], max_positions: int):

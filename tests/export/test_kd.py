@@ -86,5 +86,15 @@ def test_commands_of_the_engines(target):
     assert "--speculative-algorithm STANDALONE" in serve_command("sglang", target, "out", 4, "kd")
     assert 'assistant_model="out"' in serve_command("transformers", target, "out", 4, "kd")
     assert "-md draft.gguf" in serve_command("llama.cpp", target, "out", 4, "kd")
+
+
+def test_engines_that_would_serve_another_model_are_refused(tmp_path):
     with pytest.raises(ExportError, match="expected one of vllm, sglang, transformers, llama.cpp"):
-        check_engine("tensorrt-llm", "kd")
+        check_engine("tensorrt-llm", "kd", tmp_path)
+    target = make_target("Gemma2")  # Sliding, full, sliding, full ..
+    save_draft(trained(target, layers=(0, 1, 6, 7)), target, tmp_path / "alternating", torch.float32)
+    save_draft(trained(target, layers=(0, 2, 7)), target, tmp_path / "other", torch.float32)
+    check_engine("llama.cpp", "kd", tmp_path / "alternating")
+    check_engine("vllm", "kd", tmp_path / "other")
+    with pytest.raises(ExportError, match=r"layers \[2\] of 3 have full attention.*here \[1\]"):
+        check_engine("llama.cpp", "kd", tmp_path / "other")

@@ -1,13 +1,16 @@
 """Distilling small models through the one trainer: sources agree, a resume is exact, on-policy batches are counted."""
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from drafttrain.data.conversations import DataError
+from drafttrain.data.features import OnlineFeatures
 from drafttrain.data.prepare import prepare
+from drafttrain.data.teacher_cache import TopKFeatures
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.loading import load_draft
 from drafttrain.recipe import parse_recipe
@@ -16,7 +19,7 @@ from drafttrain.target import load_target
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
 from tests.tiny_models import make_model, make_tokenizer, save
-from tests.training.tiny_run import make_target, open_run, settings, write_target
+from tests.training.tiny_run import make_target, make_trainer, open_run, settings, write_target
 
 
 def quiet(message: str) -> None:
@@ -157,3 +160,36 @@ def test_mixed_losses_are_the_weighted_sum(tmp_path) -> None:
     first = {name: losses(trained(tmp_path, name, loss=name, max_steps=1))[0] for name in ("forward_kl", "next_token")}
     mixed = losses(trained(tmp_path, "mixed", loss={"forward_kl": 0.7, "next_token": 0.3}, max_steps=1))[0]
     assert mixed == pytest.approx(0.7 * first["forward_kl"] + 0.3 * first["next_token"], rel=1e-4)
+
+
+@pytest.mark.parametrize("source", ["store", "topk"])
+def test_what_the_draft_wrote_is_scored_by_the_target_itself(tmp_path, source) -> None:
+    """Stored teachers know nothing of it; with the same draws the trajectory is that of an online teacher."""
+    options = {"on_policy": {"share": 1.0, "max_new_tokens": 8}, "max_steps": 4}
+    online = trained(tmp_path, "online", **options)
+    stored = trained(tmp_path, "stored", features={"source": source, "top_k": 99}, **options)
+    assert losses(online) == pytest.approx(losses(stored), abs=1e-4)
+
+
+def test_the_steps_and_the_progress_are_told_to_the_draws(tmp_path) -> None:
+    class Recorder:
+        calls: ClassVar[list] = []
+
+        def replace(self, inputs, draft, progress, step, rank):
+            self.calls.append((step, rank, progress))
+            return inputs
+
+    recipe = recipe_for(tmp_path, max_steps=4)
+    trainer, _ = make_trainer(recipe, open_run(tmp_path / "run", recipe), make_target(recipe))
+    trainer.own = Recorder()
+    trainer.fit()
+    assert Recorder.calls == [(step, 0, step / 4) for step in range(4)]
+
+
+def test_validation_asks_the_target_where_training_has_its_likeliest_words(tmp_path) -> None:
+    recipe = recipe_for(tmp_path, features={"source": "topk", "top_k": 4})
+    target = make_target(recipe)
+    prepared = prepare(recipe, open_run(tmp_path / "run", recipe), target, quiet)
+    assert isinstance(prepared.source(recipe, target, "train"), TopKFeatures)
+    assert isinstance(prepared.source(recipe, target, "validation"), OnlineFeatures)
+    assert not (prepared.folder / "features" / "validation").exists()

@@ -101,6 +101,6 @@ def make_trainer(
 ) -> tuple[DraftTrainer, Prepared]:
     """A trainer on a fresh draft, as `drafttrain.training.run.train` makes one, without the gate."""
     prepared = prepare(recipe, run, target, say=lambda message: None)
-    draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics)
+    draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
     sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
     return DraftTrainer(draft, recipe.training, run, rows or prepared.rows, sources, on_best), prepared
