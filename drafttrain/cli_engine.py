@@ -35,6 +35,7 @@ def evaluate_engine(
 ) -> None:
     """`drafttrain evaluate --engine` and `--url`. settings_of: (recipe or None, **given) -> EvaluationConfig."""
     from drafttrain.data.run_folder import RunFolder
+    from drafttrain.drafts.loading import draft_method, find_draft
     from drafttrain.evaluate.engine_run import evaluate_in_vllm, evaluate_served
     from drafttrain.evaluate.report import check_writable, print_table, write_report
     from drafttrain.export.serve import VLLM_WITHOUT_HOOKS
@@ -56,7 +57,8 @@ def evaluate_engine(
         report = evaluate_served(url, source, name, settings, recipe=recipe, say=say, **options)
     else:
         run, recipe, loaded = open_source(source, target)
-        impl = "transformers" if loaded.config.model_type in VLLM_WITHOUT_HOOKS else "auto"
+        hooks = draft_method(find_draft(source)) == "eagle3" and loaded.config.model_type in VLLM_WITHOUT_HOOKS
+        impl = "transformers" if hooks else "auto"
         rows = training_rows(recipe, run, loaded, say)
         options = {"python": python, "model_impl": impl, "recipe": recipe, "training_rows": rows, "say": say}
         report = evaluate_in_vllm(source, loaded, settings, **options)

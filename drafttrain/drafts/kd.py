@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -26,7 +26,8 @@ from drafttrain.target_head import logit_shape
 
 DEPTH = 4
 """The figures look so many tokens ahead: hits of consecutive positions, all given the data's own tokens."""
-IDS_FILE = "draft_ids.safetensors"
+IDS_FILE = "draft_ids.json"
+"""Not safetensors: vLLM reads every such file of the folder as weights, and would not start."""
 
 
 class KdDraft(Draft):
@@ -211,7 +212,8 @@ class KdDraft(Draft):
         """Any causal language model's folder, frozen, in the stored dtype unless another is given."""
         name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         small = load_target(str(folder), dtype=name)
-        ids = load_file(folder / IDS_FILE)["ids"] if (folder / IDS_FILE).exists() else None
+        path = folder / IDS_FILE
+        ids = torch.tensor(json.loads(path.read_text())) if path.exists() else None
         facts = folder / "drafttrain.json"
         title = json.loads(facts.read_text()).get("student", small.title) if facts.exists() else small.title
         return cls(small.model, ids, small.tokenizer, title)

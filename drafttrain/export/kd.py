@@ -2,10 +2,11 @@
 assistant_model, and llama.cpp's converter read it.
 """
 
+import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from drafttrain.drafts.base import write_provenance
@@ -29,7 +30,7 @@ def write_small_model(draft: KdDraft, target: Target, folder: Path, dtype: torch
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(folder)
     if not draft.whole_vocabulary:
-        save_file({"ids": draft.draft_ids.cpu().contiguous()}, folder / IDS_FILE)
+        (folder / IDS_FILE).write_text(json.dumps(draft.draft_ids.tolist()) + "\n")
     write_provenance(folder, target, method="kd", student=draft.name, **provenance)
 
 

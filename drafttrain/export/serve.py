@@ -48,6 +48,9 @@ def serve_command(engine: str, target: Target, folder: Path, k: int, method: str
     if engine == "vllm":
         hooks = method == "eagle3" and target.config.model_type in VLLM_WITHOUT_HOOKS
         backend = " --model-impl transformers" if hooks else ""
+        if method == "kd" and "sliding_window" in target.config.to_dict():
+            # vLLM 0.32 wants all layers of such a draft in one cache group.
+            backend = " --disable-hybrid-kv-cache-manager"
         spec = f'{{"method": "{VLLM_METHODS[method]}", "model": "{folder}", "num_speculative_tokens": {k}}}'
         return f"vllm serve {model}{backend} --speculative-config '{spec}'"
     if engine == "sglang":

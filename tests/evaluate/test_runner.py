@@ -18,7 +18,20 @@ PROMPTS = [row.tolist() for row in tokens(3, 6)]
 ONE_HOT = Sampling(temperature=0.9, seed=3)
 DRAWN = Sampling(temperature=0.9, seed=3, draft_mode="probabilistic")
 RUN_KEYS = {
-    *("id", "label", "draft", "checkpoint", "trained", "baseline", "mode", "sampling", "k", "tree", "policy"),
+    *(
+        "id",
+        "label",
+        "draft",
+        "checkpoint",
+        "trained",
+        "baseline",
+        "mode",
+        "sampling",
+        "k",
+        "tree",
+        "policy",
+        "quantization",
+    ),
     *("concurrency", "iterations", "draft_rounds", "drafted_tokens", "accepted_tokens", "emitted_tokens"),
     *("acceptance_rate", "mean_acceptance_length", "per_position_acceptance", "conditional_acceptance", "intervals"),
     *("tokens_per_second", "end_to_end_tokens_per_second", "ttft", "speedup", "ideal_speedup", "c", "v", "o"),

@@ -42,6 +42,7 @@ def test_transformers_loads_it_as_it_was_trained(target, tmp_path):
 def test_every_word_leaves_also_with_a_smaller_draft_vocabulary(target, tmp_path):
     draft = trained(target, IDS)
     save_draft(draft, target, tmp_path / "draft", torch.float32)
+    assert [path.name for path in (tmp_path / "draft").glob("*.safetensors")] == ["model.safetensors"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     assert model.lm_head.weight.shape[0] == V
 
@@ -82,7 +83,9 @@ def test_other_folders_are_left_alone(target, tmp_path):
 
 def test_commands_of_the_engines(target):
     assert '"method": "draft_model"' in serve_command("vllm", target, "out", 4, "kd")
-    assert "--model-impl" not in serve_command("vllm", make_target("Gemma3"), "out", 4, "kd")
+    gemma = serve_command("vllm", make_target("Gemma3"), "out", 4, "kd")
+    assert "--model-impl" not in gemma and "--disable-hybrid-kv-cache-manager" in gemma
+    assert "--disable-hybrid" not in serve_command("vllm", make_target("Llama"), "out", 4, "kd")
     assert "--speculative-algorithm STANDALONE" in serve_command("sglang", target, "out", 4, "kd")
     assert 'assistant_model="out"' in serve_command("transformers", target, "out", 4, "kd")
     assert "-md draft.gguf" in serve_command("llama.cpp", target, "out", 4, "kd")
