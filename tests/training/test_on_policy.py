@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
@@ -228,9 +229,9 @@ def test_no_row_outgrows_the_positions_of_target_or_draft(ours, models) -> None:
     assert policy(positions=ours).replace([batch], student, 0.0, 0)[0] is batch
 
 
-def test_a_single_new_token_trains_nothing_and_replaces_nothing(student) -> None:
-    batch = chat()
-    assert policy(max_new_tokens=1).replace([batch], student, 0.0, 0)[0] is batch
+def test_a_single_new_token_would_train_nothing_and_is_refused(student) -> None:
+    with pytest.raises(ValidationError, match="greater than or equal to 2"):
+        policy(max_new_tokens=1)
 
 
 @pytest.mark.parametrize("answer", [2, 5, 20])
