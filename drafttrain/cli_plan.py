@@ -195,17 +195,21 @@ def _show(plans: list[dict], recipe: str | None, reset: dict[str, str] | None, a
 def _student(source, settings, recipe, draft, report, given, ks, refused, concurrency, context, as_json) -> None:
     from drafttrain.data.run_folder import RunFolder
     from drafttrain.drafts.loading import load_draft
-    from drafttrain.plan import predict_report, predict_student, rates_of
+    from drafttrain.plan import predict_report, predict_student
     from drafttrain.plan_print import print_student
     from drafttrain.target import load_target
 
     wrong = [flag for flag, value in refused.items() if value is not None]
     wrong += ["--acceptance", "--k"] if report is not None and (given or ks) else []
+    named = [label for label in given or {} if label]
     if wrong:
         raise OptionError(f"{', '.join(wrong)} given for a trained draft; its report, or its folder, says that")
     if draft is None and recipe is None:
         raise OptionError("--report needs the draft it is about. Mend: --draft FOLDER, or a run folder as the target")
+    if named:
+        raise OptionError(f"--acceptance names the size {named[0]}; expected rates alone for a trained draft")
     written = _report(report)
+    rates, ks = _trained_rates(given, ks)
     target = load_target(**settings.model_dump())
     folder = draft or source
     loaded = load_draft(folder, target)
@@ -213,14 +217,6 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
     if written is not None:
         found = predict_report(target, loaded, written, folder, **options)
     else:
-        ks = ks or [1, 2, 3, 4, 5]
-        named = [label for label in given or {} if label]
-        if named:
-            raise OptionError(f"--acceptance names the size {named[0]}; expected rates alone for a trained draft")
-        rates = rates_of(given or 0.6, loaded.method, max(ks))
-        short = [k for k in ks if k > len(rates)]
-        if short:
-            raise OptionError(f"--k asks for {short[0]} drafts, --acceptance has {len(rates)} rates; expected as many")
         found = {"label": loaded.method, **predict_student(target, loaded, rates, ks, **options)}
     found |= {"draft": str(folder), "device": target.device.type, "acceptance_assumed": written is None}
     if as_json:
@@ -233,6 +229,22 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
     say_for(as_json)(
         f"best predicted: {top['speedup']:.2f}x at K = {top['k']}. Next: drafttrain evaluate {again} --k {top['k']}"
     )
+
+
+def _trained_rates(given: dict | None, ks: list[int] | None) -> tuple[list[float], list[int]]:
+    """(joint rates, the K to predict at): without --k as deep as there are rates for."""
+    from drafttrain.plan import ACCEPTANCE, KS, rates_of
+
+    if ks and min(ks) < 1:
+        raise OptionError(f"--k is {min(ks)}; expected numbers from 1 on")
+    rates = rates_of(ACCEPTANCE if given is None else given[""], "the draft", max(ks or KS))
+    ks = ks or [k for k in KS if k <= len(rates)]
+    if max(ks) > len(rates):
+        raise OptionError(
+            f"--k is {max(ks)}, and --acceptance has {len(rates)} rates; expected a rate "
+            "for each position, or one number for all"
+        )
+    return rates, ks
 
 
 def _report(path: Path | None) -> dict | None:

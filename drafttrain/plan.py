@@ -89,7 +89,7 @@ def plan_sizes(
     rows = _head_rows(draft_vocab, target.vocab_size)
     ids = None if rows is None else torch.arange(rows)
     models = build_models(candidates, target)
-    weights = {label: weights_of(SmallModelProposer(model, ids).model) for label, model in models.items()}
+    weights = {label: weights_of(SmallModelProposer(model, ids).model, concurrency) for label, model in models.items()}
     makes = {label: partial(SmallModelProposer, model, ids) for label, model in models.items()}
     options = {"context": context, "concurrency": concurrency, "rounds": rounds, "repeats": repeats}
     costs = measure_drafts(target, makes, rates, progress=progress, **options)
@@ -97,7 +97,7 @@ def plan_sizes(
     for size in candidates:
         cost = costs.drafts[str(size)]
         entries.append(_entry(size, weights[str(size)], target.config, rates, ks, cost.model, cost.c))
-    whole = weights_of(target)
+    whole = weights_of(target, concurrency)
     cuda = target.device.type == "cuda"
     facts = {
         "target": _target_facts(target.title, target.config, whole),
@@ -126,8 +126,7 @@ def plan_device(
     """As `plan_sizes`, from the target's config and a device's roofline alone (bf16): nothing is loaded or measured.
 
     layer_seconds: added for each layer of a forward, of target and draft alike; None: what `layer_seconds_on` assumes.
-    RooflineError for an unknown device or
-    a model type that is not counted.
+    RooflineError for an unknown device or a model type that is not counted.
     """
     rates = _checked(candidates, config, acceptance, ks)
     rows = _head_rows(draft_vocab, config.vocab_size)
@@ -139,8 +138,9 @@ def plan_device(
         small = student_config(size, config)
         shape = shape_of(small, rows)
         model = roofline.model(config, shape, rates[str(size)], concurrency, context)
-        entries.append(_entry(size, weights_from(small, rows), config, rates, ks, model))
-    whole = weights_from(config)
+        weights = weights_from(small, rows, tokens=concurrency)
+        entries.append(_entry(size, weights, config, rates, ks, model))
+    whole = weights_from(config, tokens=concurrency)
     step = roofline.seconds(shape_of(config), 1, concurrency, context)
     facts = {
         "target": _target_facts(name, config, whole),
@@ -296,7 +296,8 @@ def predict_student(
     ks = sorted({k} if isinstance(k, int) else set(k))
     given = per_position if isinstance(per_position, Mapping) else dict.fromkeys(ks, per_position)
     if not ks or ks[0] < 1 or any(len(given.get(one, ())) < one for one in ks):
-        raise PlanError(f"K is {ks}, with acceptance per position of {dict(given)}; expected a rate for each position")
+        found = "; ".join(f"{len(given.get(one, ()))} acceptance rates for K = {one}" for one in ks) or "no K"
+        raise PlanError(f"found {found}; expected K from 1 on, and a rate for each position of each K")
     rates = {one: rates_of(tuple(given[one]), f"K = {one}", one) for one in ks}
     make = partial(SmallModelProposer, draft) if isinstance(draft, Target) else partial(draft.proposer, target)
     options = {"context": context, "concurrency": concurrency, "rounds": rounds, "repeats": repeats}

@@ -53,7 +53,7 @@ class Size:
 @dataclass(frozen=True)
 class Weights:
     """Numbers of parameters. table: the embedding; head: rows that the head reads, `tied` where they are the table's;
-    body: all the rest. itemsize: bytes of each. experts: those of the body that a step of one token leaves unread.
+    body: all the rest. itemsize: bytes of each. experts: those of the body that a step is expected to leave unread.
     """
 
     table: int
@@ -65,7 +65,7 @@ class Weights:
 
     @property
     def read(self) -> int:
-        """What a step of one token reads."""
+        """What a step reads."""
         return self.body + self.head - self.experts
 
     @property
@@ -85,26 +85,27 @@ class Weights:
         }
 
 
-def weights_of(model: Target) -> Weights:
-    """Counted in a model at hand."""
+def weights_of(model: Target, tokens: int = 1) -> Weights:
+    """Counted in a model at hand. tokens: in a step (requests at a time), which decide how many experts it reads."""
     head, table = model.lm_head_weight, model.embed_weight
     body = sum(p.numel() for p in model.model.parameters() if p is not head and p is not table)
     config = model.config
-    experts = unread_experts(shape_of(config)) if config.model_type in FAMILIES else 0
+    experts = unread_experts(shape_of(config), tokens) if config.model_type in FAMILIES else 0
     return Weights(table.numel(), head.numel(), body, head is table, table.element_size(), experts)
 
 
-def unread_experts(shape: ModelShape) -> int:
-    """Parameters of the experts that one token does not go through; 0 for dense models."""
-    return shape.moe_layers * (shape.experts - shape.topk) * shape.expert
+def unread_experts(shape: ModelShape, tokens: int) -> int:
+    """Parameters of the experts that a step over so many tokens is expected to leave out; 0 for dense models."""
+    return round(shape.moe_layers * (shape.experts - shape.touched(tokens)) * shape.expert)
 
 
-def weights_from(config: PretrainedConfig, head_rows: int | None = None, itemsize: int = 2) -> Weights:
-    """Counted from a config. RooflineError for a model type that is not counted."""
+def weights_from(config: PretrainedConfig, head_rows: int | None = None, itemsize: int = 2, tokens: int = 1) -> Weights:
+    """Counted from a config; tokens as in `weights_of`. RooflineError for a model type that is not counted."""
     shape, width = shape_of(config, head_rows), config.hidden_size
     table, head = config.vocab_size * width, (head_rows or config.vocab_size) * width
     tied = not shape.table
-    return Weights(table, head, shape.parameters - head - shape.table, tied, itemsize, unread_experts(shape))
+    body, unread = shape.parameters - head - shape.table, unread_experts(shape, tokens)
+    return Weights(table, head, body, tied, itemsize, unread)
 
 
 def config_of(settings: TargetConfig) -> PretrainedConfig:

@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.evaluate.roofline import assumptions
+
 COLUMNS = ("size", "body", "table", "MB read", "c", "+-", "best K", "tau", "speedup", "pays from", "ties at")
 
 
@@ -46,10 +48,8 @@ def _lines(plan: Mapping[str, Any]) -> list[str]:
         + (", +- over the repeats at the deepest" if plan["measured"] else ""),
     ]
     if not plan["measured"]:
-        lines.append(
-            f"roofline: bytes and FLOPs at the data sheet's peak, and {1e6 * plan['layer_seconds']:.0f} us a layer for "
-            "its kernels, which is assumed; measure on the device before you rely on it"
-        )
+        assumed = assumptions(plan["device"], plan["layer_seconds"])
+        lines.append(f"roofline, so assumed: {assumed}; measure on the device before you rely on it")
     if plan["draft_vocab"] is not None:
         lines.append(
             f"draft vocabulary of {plan['draft_vocab']:,} words: so this package drafts; engines serve a small draft "

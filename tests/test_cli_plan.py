@@ -3,15 +3,16 @@ what is refused.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
-from drafttrain.cli_plan import reset_keys
+from drafttrain.cli_plan import _train_arguments, reset_keys
 from drafttrain.evaluate.roofline import DEVICES, Roofline, shape_of
 from drafttrain.plan_candidates import Size
 from drafttrain.plan_print import advice
-from drafttrain.recipe import load_recipe
+from drafttrain.recipe import DraftConfig, load_recipe, save_recipe
 from tests.test_plan import GEMMA_270M
 from tests.tiny_models import make_model, make_tokenizer, save
 from tests.training.tiny_run import settings, write_recipe, write_target
@@ -115,18 +116,57 @@ def test_mistakes(cli, folder, tmp_path):
 
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
+UNCOMMON = {
+    "pruned-by-list": ("kd", {"keep_layers": [0, 1, 7], "choose_layers": "even", "lora": {"r": 4}}, {}),
+    "fresh": ("kd", {"student": "fresh", "hidden_size": 16, "head_dim": 8, "train_embeddings": True}, {}),
+    "sibling": ("kd", {"student": "sibling", "init_from": "a/b"}, {}),
+    "eagle3": (
+        "eagle3",
+        {"hidden_size": 16, "norm_before_residual": True, "init_from": "a/b"},
+        {
+            "training": {"ttt_steps": 3, "step_decay": 0.5},
+            "features": {"layers": [1, 2, 3]},
+            "evaluation": {"tree": {"topk": 2, "nodes": 4}},
+        },
+    ),
+}
+
+
+def next_recipe(source: Path, recipe, size: Size):
+    """What `drafttrain train` would read from the printed line, split as a shell splits it."""
+    plan = {"best": str(size), "device": "x", "sizes": [{"label": str(size), "draft": size.settings()}]}
+    plan["sizes"][0] |= {"best": {"speedup": 1.5, "k": 3}, "break_even_acceptance": 0.3, "acceptance_to_tie": None}
+    line = advice(plan, _train_arguments(str(source), recipe), reset_keys(recipe))
+    path, *words = shlex.split(line.split("drafttrain train ")[1])
+    if source.is_dir():
+        assert words[:2] == ["--output", "NEW_FOLDER"]
+        words = words[2:]
+    return load_recipe(path, words)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("size", [Size("pruned", 6), Size("fresh", 4, 128)], ids=str)
-def test_the_next_command_is_a_valid_recipe(path, size):
+def test_the_next_command_is_a_valid_recipe(path, size, tmp_path):
+    """Of the recipe itself, and of a run's folder, whose saved recipe gives every key."""
     recipe = load_recipe(path)
-    plan = {"best": str(size), "device": "x", "sizes": [{"label": str(size), "draft": size.settings()}]}
-    plan["sizes"][0] |= {"best": {"speedup": 1.5, "k": 3}, "break_even_acceptance": 0.3, "acceptance_to_tie": None}
-    words = advice(plan, str(path), reset_keys(recipe)).split("drafttrain train ")[1].split()
-    assert words[0] == str(path)
-    trained = load_recipe(path, [word.replace('"', "") for word in words[1:]] + ["method=kd"])
-    assert (trained.draft.student, trained.draft.num_hidden_layers) == (size.kind, size.layers)
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    for source in (path, tmp_path):
+        trained = next_recipe(source, recipe, size)
+        assert trained.method == "kd" and trained.draft == DraftConfig(**size.settings())
+        assert trained.data.draft_vocab == recipe.data.draft_vocab and trained.target == recipe.target
+
+
+@pytest.mark.parametrize("name", UNCOMMON)
+@pytest.mark.parametrize("size", [Size("pruned", 6), Size("fresh", 4, 128)], ids=str)
+def test_the_next_command_undoes_what_the_size_refuses(name, size, tmp_path):
+    method, draft, others = UNCOMMON[name]
+    data = {"train": [{"path": "train.jsonl"}]}
+    write_recipe(tmp_path, {"method": method, "target": "x/y", "data": data, "draft": draft, **others})
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    for source in (tmp_path / "recipe.yaml", tmp_path):
+        trained = next_recipe(source, recipe, size)
+        assert trained.draft == DraftConfig(**size.settings())
+        assert (trained.features.layers, trained.evaluation.tree, trained.training.ttt_steps) == (None, None, 7)
 
 
 def test_a_folder_that_is_no_run_is_evaluated_with_its_target(cli, folder, tmp_path):
@@ -138,4 +178,9 @@ def test_a_folder_that_is_no_run_is_evaluated_with_its_target(cli, folder, tmp_p
 def test_rates_of_a_trained_draft_have_no_names_and_suffice(cli, folder):
     common = ("plan", folder / "recipe.yaml", "--draft", folder / "small")
     refused(cli(*common, "--acceptance", "pruned:4=.5"), "pruned:4", "rates alone")
-    refused(cli(*common, "--k", "4", "--acceptance", ".5,.2"), "4 drafts", "2 rates")
+    refused(cli(*common, "--k", "9", "--acceptance", ".5,.2"), "--k is 9", "2 rates", "expected a rate for each")
+    refused(cli(*common, "--k", "0"), "--k is 0; expected numbers from 1 on")
+    status, out, err = cli(*common, "--acceptance", ".5,.2", "--context", "8", "--json")
+    assert status == 0, err
+    found = json.loads(out)["student"]["predictions"]
+    assert [(row["k"], row["tau"]) for row in found] == [(1, 1.5), (2, pytest.approx(1.7))]

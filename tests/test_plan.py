@@ -262,8 +262,10 @@ def test_a_trained_student_by_hand(monkeypatch):
     found = predict_student(target, target, {1: [0.6], 2: [0.5, 0.3]}, [2, 1])
     assert [row["speedup"] for row in found["predictions"]] == pytest.approx([1.6 / 1.35, 1.8 / 1.65])
     assert predict_student(target, target, [0.6, 0.3], 1)["predictions"][0]["tau"] == pytest.approx(1.6)
-    with pytest.raises(PlanError, match="a rate for each position"):
+    with pytest.raises(PlanError, match="found 1 acceptance rates for K = 1; 1 .* K = 2; expected .* a rate for each"):
         predict_student(target, target, [0.6], [1, 2])
+    with pytest.raises(PlanError, match="found no K; expected"):
+        predict_student(target, target, [0.6], [])
 
 
 def run_of(label, k, speedup, **changes):
@@ -336,6 +338,13 @@ def test_of_experts_a_step_reads_those_it_goes_through():
     shape = shape_of(config)
     assert plan["target"]["forward_bytes"] == 2 * round(shape.read(1)) < 0.15 * plan["target"]["bytes"]
     assert plan["head"]["share_of_bytes"] == pytest.approx(plan["head"]["share_of_step"], rel=0.1)
+    # Sixteen requests go through 128 (1 - (15/16)^16) = 82 experts of a layer.
+    many = plan_device(config, [Size("pruned", 8)], "H100", 0.6, layer_seconds=0, context=0, concurrency=16)
+    experts = 48 * 128 * (1 - (15 / 16) ** 16) * 3 * 2048 * 768
+    assert many["target"]["forward_bytes"] == pytest.approx(2 * (shape.fixed + experts))
+    assert many["head"]["share_of_bytes"] == pytest.approx(many["head"]["share_of_step"], rel=1e-6)
+    small = shape_of(student_config(Size("pruned", 8), config))
+    assert many["sizes"][0]["forward_bytes"] == 2 * round(small.read(16))
 
 
 def test_a_layer_costs_its_kernels_on_a_gpu_and_nothing_on_a_cpu():

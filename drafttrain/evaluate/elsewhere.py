@@ -12,6 +12,7 @@ from drafttrain.evaluate.roofline import (
     FAMILIES,
     DraftShape,
     Roofline,
+    assumptions,
     find_device,
     layer_seconds_on,
     predict,
@@ -30,19 +31,23 @@ def rooflines(
     """For each device and draft, `predict` with the acceptance of its deepest greedy chain at the smallest concurrency.
 
     shapes: {kind as in the report: the draft's config or shape, None for lookup}. context: cached tokens of a request.
-    Nothing for a draft that was never accepted. RooflineError for a device or target that has no numbers.
+    Each gains "layer_seconds", what a layer is assumed to take besides its bytes: of a small model's row as `plan` has
+    it, 0 of the others, whose drafts are one layer or none. Nothing for a draft that was never accepted. RooflineError
+    for a device or target that has no numbers.
     """
     found = []
     for name in devices:
         device = find_device(name)
         for kind, shape in shapes.items():
             # Of a small model the layers are so cheap that their kernels' starts count: `plan` reckons alike.
-            roofline = Roofline(device, layer_overhead=layer_seconds_on(device) if kind == "kd" else 0.0)
+            each = layer_seconds_on(device) if kind == "kd" else 0.0
+            roofline = Roofline(device, layer_overhead=each)
             run = _deepest(report["runs"], kind)
             if run is not None:
                 rates = run["per_position_acceptance"]
                 predicted = predict(roofline, target.config, shape, rates, context=context)
-                found.append({"label": run["label"], "context": context, "per_position_acceptance": rates, **predicted})
+                facts = {"context": context, "layer_seconds": each, "per_position_acceptance": rates}
+                found.append({"label": run["label"], **facts, **predicted})
     return found
 
 
@@ -65,7 +70,7 @@ def _deepest(runs: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any] 
 
 
 def print_rooflines(found: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table for each device and draft: the best K and its speedup at each concurrency."""
+    """A table for each device and draft: the best K and its speedup at each concurrency, and what was assumed."""
     for entry in found:
         draft = entry["label"].rsplit(" k=", 1)[0]
         title = f"Predicted on {entry['device']}, {draft}, {entry['context']:g} cached tokens"
@@ -78,4 +83,6 @@ def print_rooflines(found: Sequence[Mapping[str, Any]], console: Console) -> Non
         console.print(table)
         stop = entry["break_even"]
         console.print(f"break-even: {'none up to that' if stop is None else f'{stop:.0f} requests at a time'}")
+        line = f"assumed: {assumptions(entry['device'], entry['layer_seconds'])}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print()

@@ -92,6 +92,13 @@ def layer_seconds_on(device: Device) -> float:
     return 0.0 if device.name == "cpu" else LAYER_SECONDS
 
 
+def assumptions(device: str, layer_seconds: float) -> str:
+    """What a roofline's figures rest on, for the line below them. device: its name; layer_seconds: of each layer."""
+    peak = "rates measured on this CPU" if device == "cpu" else "the data sheet's peak"
+    kernels = f"{1e6 * layer_seconds:.3g} us a layer of target and draft for starting its kernels"
+    return f"bytes and FLOPs at {peak}, {kernels if layer_seconds else 'nothing for starting kernels'}"
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Numbers of parameters and of cached values, from which a forward's bytes and FLOPs follow.

@@ -10,6 +10,7 @@ from drafttrain.drafts.small_model import prune_layers
 from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.run import draft_candidates
 from drafttrain.evaluate.runner import evaluate
+from drafttrain.plan import measured_runs
 from drafttrain.recipe import EvaluationConfig
 from tests.tiny_drafts import make_draft, make_target
 from tests.tiny_models import make_model, make_tokenizer, save, tokens
@@ -39,6 +40,8 @@ def test_quantised_drafts_run_beside_the_plain_one(target, draft, monkeypatch):
     assert done == ["int8", "int4"]
     labels = ["plain", *(f"{name} k={k}" for name in ("kd", "kd int8", "kd int4") for k in (2, 3))]
     assert [run["label"] for run in report["runs"]] == labels
+    assert [run["quantization"] for run in report["runs"]] == [None, None, None, "int8", "int8", "int4", "int4"]
+    assert [run["label"] for run in measured_runs(report, "kd", "folder").values()] == ["kd k=2", "kd k=3"]
     runs = {run["label"]: run for run in report["runs"]}
     assert all(run["identical_to_plain"] for run in report["runs"][1:])
     assert all(run["draft"] == "kd" and run["checkpoint"] == "folder" for run in report["runs"][1:])

@@ -2,11 +2,14 @@
 simulation.
 """
 
+import io
 import random
 
 import pytest
 import transformers
+from rich.console import Console
 
+from drafttrain.evaluate.elsewhere import print_rooflines, rooflines
 from drafttrain.evaluate.roofline import (
     DEVICES,
     Device,
@@ -15,6 +18,7 @@ from drafttrain.evaluate.roofline import (
     RooflineError,
     eagle3_shapes,
     find_device,
+    layer_seconds_on,
     measure_cpu,
     predict,
     shape_of,
@@ -170,6 +174,28 @@ def test_the_first_draft_of_a_round_also_runs_the_last_accepted_one():
 def test_layers_take_their_time():
     roofline = Roofline(Device("x", 1.0, 1e30), overhead=3.0, layer_overhead=5.0)
     assert roofline.seconds(ModelShape(fixed=10, kv=((4, None), (4, None))), 1) == pytest.approx(20 + 3 + 2 * 5)
+
+
+def test_what_a_layer_is_assumed_to_take_is_printed():
+    """30 us for a small model on a GPU; nothing on a CPU, nor for an EAGLE-3 draft, which is one layer."""
+    target = make_target()
+    eagle3 = make_draft(target).shape
+    small = make_model("Llama", hidden_size=16, num_hidden_layers=2).config
+    keys = {"tree": None, "policy": None, "lossy": False, "trained": True, "concurrency": 1, "mode": "greedy", "k": 1}
+    kinds = {"kd": small, "eagle3": eagle3}
+    runs = [{"draft": kind, "label": f"{kind} k=1", "per_position_acceptance": [0.6], **keys} for kind in kinds]
+    found = rooflines({"runs": runs}, target, kinds, ["H100", "cpu"], context=0)
+    assert [entry["layer_seconds"] for entry in found] == [30e-6, 0, 0, 0]
+    # 8 layers of the target, 2 of the draft: at sizes as tiny as these the kernels are all there is.
+    assert found[0]["best"][0]["c"] == pytest.approx(2 / 8, rel=0.01)
+    assert found[1]["best"] == predict(H100, target.config, eagle3, [0.6], context=0)["best"]
+    assert layer_seconds_on(DEVICES["4090"]) == 30e-6
+    stream = io.StringIO()
+    print_rooflines(found, Console(file=stream, width=80))
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("assumed")]
+    peak, nothing = "assumed: bytes and FLOPs at the data sheet's peak", "nothing for starting kernels"
+    assert lines[:2] == [f"{peak}, 30 us a layer of target and draft for starting its kernels", f"{peak}, {nothing}"]
+    assert lines[2:] == [f"assumed: bytes and FLOPs at rates measured on this CPU, {nothing}"] * 2
 
 
 def test_the_best_k_falls_with_concurrency_until_nothing_pays():
