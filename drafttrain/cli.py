@@ -145,6 +145,22 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
         say(f"Next: drafttrain evaluate {run.path}")
 
 
+def run_training_script(method: str, words: str) -> None:
+    """What scripts/train_*.py are: `train` for the recipes of one method; words: its help."""
+
+    def command(
+        recipe: RecipeArgument,
+        overrides: Overrides = None,
+        output: Output = None,
+        fresh: Fresh = False,
+        as_json: AsJson = False,
+    ) -> None:
+        run_training(recipe, overrides, output, fresh, as_json, method)
+
+    command.__doc__ = words
+    run_command(lambda: typer.run(command))
+
+
 register_measuring(app)
 register_planning(app)
 

@@ -7,11 +7,9 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -21,8 +19,8 @@ from drafttrain.drafts.student_parts import causal_class
 from drafttrain.errors import UserError
 from drafttrain.evaluate.roofline import FAMILIES, ModelShape, shape_of
 from drafttrain.recipe import DraftConfig, TargetConfig
-from drafttrain.target import Target, TargetError
-from drafttrain.target_files import LOADING_ERRORS, find_folder, loading_error, read_config, unreachable
+from drafttrain.target import Target
+from drafttrain.target_files import find_folder, read_config
 
 NARROWER, DEPTHS = (8, 4, 2), (1, 2, 4, 8)
 """Fresh candidates: the target's width by so much, so many layers."""
@@ -113,29 +111,9 @@ def config_of(settings: TargetConfig) -> PretrainedConfig:
 
     TargetError where there is none, within seconds without a network.
     """
-    name, path = settings.name_or_path, Path(settings.name_or_path).expanduser()
-    local = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
-    if path.suffix == ".gguf" or settings.gguf_file is not None or (local and not path.is_dir()):
-        path = find_folder(name, settings.gguf_file, settings.revision, settings.trust_remote_code)
-    elif not path.is_dir():
-        path = _fetch_config(name, settings.revision)
+    where = (settings.name_or_path, settings.gguf_file, settings.revision, settings.trust_remote_code)
+    path = find_folder(*where, weights=False)
     return read_config(str(path), settings.trust_remote_code).get_text_config(decoder=True)
-
-
-def _fetch_config(name: str, revision: str | None) -> Path:
-    why = unreachable()
-    if why is not None:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
-        if isinstance(cached, str):
-            return Path(cached).parent
-        raise TargetError(
-            f"{name!r} is neither a local folder nor in the hub's cache, and {why}. Expected a folder, a cached model "
-            "or a hub id. Mend: check the spelling and the network, or give a folder with the model's config.json"
-        )
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.py"]))
-    except LOADING_ERRORS as error:
-        raise loading_error(name, "config.json", error) from error
 
 
 def default_sizes(config: PretrainedConfig) -> list[Size]:

@@ -8,6 +8,11 @@ SMALL_MODEL = ("student", "num_hidden_layers", "keep_layers", "choose_layers", "
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
+def student_kind(draft) -> str:
+    """pruned, fresh or sibling; where the recipe's draft section does not say: sibling with init_from, else pruned."""
+    return draft.student or ("sibling" if draft.init_from else "pruned")
+
+
 def contradictions(recipe) -> Iterator[str]:
     """One line "key: found, expected" for each problem of a whole, otherwise valid `recipe.Recipe`."""
     if recipe.method == "kd":
@@ -37,7 +42,7 @@ def _heads(recipe) -> Iterator[str]:
 
 def _small_model(recipe) -> Iterator[str]:
     draft, training = recipe.draft, recipe.training
-    student = draft.student or ("sibling" if draft.init_from else "pruned")
+    student = student_kind(draft)
     if recipe.features.layers is not None:
         yield "features.layers: a small model reads no hidden states of the target; leave it out"
     for name in _changed(training, ("ttt_steps", "step_decay")):

@@ -68,8 +68,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DRAFTTRAIN_CACHE") or Path.home() / ".cache" / "drafttrain")
 
 
-def find_folder(name_or_path: str, gguf_file: str | None, revision: str | None, trust_remote_code: bool) -> Path:
-    """The local folder that holds the target, checked; a GGUF file is converted and a hub id downloaded first."""
+def find_folder(
+    name_or_path: str, gguf_file: str | None, revision: str | None, trust_remote_code: bool, weights: bool = True
+) -> Path:
+    """The local folder that holds the target, checked; a GGUF file is converted and a hub id downloaded first.
+
+    weights False: config and tokenizer suffice, and only these are downloaded."""
     path = Path(name_or_path).expanduser()
     if path.suffix == ".gguf":
         return convert_gguf(path)
@@ -91,8 +95,9 @@ def find_folder(name_or_path: str, gguf_file: str | None, revision: str | None, 
                 f"No target at {name_or_path!r}: there is no such folder. Expected a folder with config.json and "
                 "safetensors files, a hub id such as google/gemma-3-270m, or a .gguf file. Mend: check the spelling."
             )
-        path = fetch(name_or_path, revision, trust_remote_code)
-    check_folder(path)
+        path = fetch(name_or_path, revision, trust_remote_code, weights)
+    if weights:
+        check_folder(path)
     return path
 
 
@@ -161,7 +166,7 @@ def read_header(path: Path) -> tuple[bytes, int]:
     return header, 8 + length
 
 
-def fetch(name: str, revision: str | None, trust_remote_code: bool) -> Path:
+def fetch(name: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:
     """The snapshot folder of a hub id: downloaded where needed, from the hub's cache when the hub is out of reach.
 
     TargetError in seconds without a network, where the hub's own client would retry for half a minute."""
@@ -177,6 +182,8 @@ def fetch(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     try:
         folder = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.py"])
         read_config(folder, trust_remote_code)
+        if not weights:
+            return Path(folder)
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS))
     except LOADING_ERRORS as error:
         raise error if isinstance(error, TargetError) else loading_error(name, "the model", error) from error

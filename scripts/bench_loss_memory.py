@@ -86,7 +86,7 @@ def measure(way: str, rows: int, words: int, width: int, name: str, device: str,
         padded = torch.nn.functional.pad(states, (0, 0, 0, 1))
         valid = torch.arange(rows + 1, device=device).lt(rows)[None, None]
         teacher = DenseTeacher(lambda h: h @ teacher_weight.t(), shifted)
-        loss, _ = fused_draft_loss([padded], DraftHead(weight), valid, [1.0], teacher, Objective.of(name))
+        loss, *_ = fused_draft_loss([padded], DraftHead(weight), valid, [1.0], teacher, Objective.of(name))
     loss.backward()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

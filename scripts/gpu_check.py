@@ -159,7 +159,7 @@ def check_losses(checks: Checks, device: torch.device) -> None:
     valid = torch.stack([(rows < T - 2 - k).expand(B, T) for k in range(K)])
     weights = [0.8**k for k in range(K)]
     teacher = DenseTeacher(lambda x: x @ teacher_head.t(), hidden, lse)
-    found, _ = fused_draft_loss(states, DraftHead(head), valid, weights, teacher, Objective.of("forward_kl"), argmax)
+    found, *_ = fused_draft_loss(states, DraftHead(head), valid, weights, teacher, Objective.of("forward_kl"), argmax)
     expected = torch.zeros((), device=device)
     for k, weight in enumerate(weights):
         count = T - 2 - k

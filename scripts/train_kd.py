@@ -5,21 +5,7 @@
 The same as `drafttrain train`, for recipes with method: kd.
 """
 
-import typer
-
-from drafttrain.cli import AsJson, Fresh, Output, Overrides, RecipeArgument, run_command, run_training
-
-
-def train_kd(
-    recipe: RecipeArgument,
-    overrides: Overrides = None,
-    output: Output = None,
-    fresh: Fresh = False,
-    as_json: AsJson = False,
-) -> None:
-    """Distil a small draft; prepares what is missing and resumes what was begun."""
-    run_training(recipe, overrides, output, fresh, as_json, method="kd")
-
+from drafttrain.cli import run_training_script
 
 if __name__ == "__main__":
-    run_command(lambda: typer.run(train_kd))
+    run_training_script("kd", "Distil a small draft; prepares what is missing and resumes what was begun.")

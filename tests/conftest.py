@@ -20,3 +20,19 @@ def cli(monkeypatch, capfd):
         return caught.value.code or 0, out, err
 
     return call
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    """Gemma 3 270M in bf16."""
+    from drafttrain.demo import demo_target
+
+    return demo_target()
+
+
+@pytest.fixture(scope="module")
+def exact(gemma):
+    """The same weights in fp32, where greedy identity holds token by token."""
+    from drafttrain.target import load_target
+
+    return load_target(str(gemma.folder), dtype="float32")

@@ -1,26 +1,16 @@
 """The table of scripts/bench_kd.py: signs of paired differences, what a variant changes, budgets that differ."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 from drafttrain.data.run_folder import RunError
 from drafttrain.recipe import RecipeError
 from drafttrain.target import Target
+from tests.load_script import load_script
 from tests.tiny_models import make_model
 
-
-def load(name: str):
-    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load("bench_kd")
+bench = load_script("bench_kd")
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The scripts that hold our evaluator against other programs: their counts, and assisted generation."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from drafttrain.drafts.base import DraftError
 from drafttrain.evaluate.agreement import columns, decode_one, proposer_as_served
 from drafttrain.target import load_target
+from tests.load_script import load_script
 from tests.tiny_drafts import make_draft
 from tests.tiny_models import make_model, save
 
@@ -17,15 +16,7 @@ PROMPTS = [[1, 9, 30, 12, 55], [1, 17, 40], [1, 60, 61, 62, 63, 8, 21]]
 K, COUNT = 3, 14
 
 
-def load(name: str):
-    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-assisted = load("bench_assisted")
+assisted = load_script("bench_assisted")
 
 
 def test_rounds_are_counted_from_what_they_brought():
@@ -124,5 +115,5 @@ def test_an_eagle_draft_cannot_assist(tmp_path):
 
 def test_texts_are_compared_whatever_holds_them():
     report = {"runs": [{"per_prompt": {"tokens": [(1, 2), (1, 3)]}}]}
-    texts = load("bench_vllm").texts
+    texts = load_script("bench_vllm").texts
     assert texts({"tokens": [[1, 2], [1, 4]]}, report) == "drafted texts: 1 of 2 the same in both"

@@ -15,22 +15,11 @@ from drafttrain.evaluate.run import load_prompts
 from drafttrain.export.folder import export_draft
 from drafttrain.recipe import DataEntry, parse_recipe
 from drafttrain.specdec.decode import generate
-from drafttrain.target import load_target
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
 
 COUNT = 24
 LAYERS = [0, 1, 5, 7, 12, 17]
-
-
-@pytest.fixture(scope="module")
-def gemma():
-    return demo.demo_target()
-
-
-@pytest.fixture(scope="module")
-def exact(gemma):
-    return load_target(str(gemma.folder), dtype="float32")
 
 
 @pytest.fixture(scope="module")

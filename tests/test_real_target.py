@@ -18,7 +18,6 @@ from drafttrain.evaluate.run import evaluate_draft, load_prompts
 from drafttrain.export.folder import export_draft
 from drafttrain.recipe import DataEntry, parse_recipe
 from drafttrain.specdec.decode import generate
-from drafttrain.target import load_target
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
 
@@ -26,17 +25,6 @@ COUNT = 48
 LAYERS = [2, 9, 15]
 TIE_ULPS = 4
 """bf16: a prefill, a chunk and a single step round differently; a greedy choice this close is a tie."""
-
-
-@pytest.fixture(scope="module")
-def gemma():
-    return demo.demo_target()
-
-
-@pytest.fixture(scope="module")
-def exact(gemma):
-    """The same weights in fp32, where greedy identity holds token by token."""
-    return load_target(str(gemma.folder), dtype="float32")
 
 
 @pytest.fixture(scope="module")

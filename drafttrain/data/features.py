@@ -20,11 +20,12 @@ from drafttrain.data.batching import collate
 from drafttrain.data.conversations import DataError
 from drafttrain.data.files import write_beside, write_json
 from drafttrain.drafts.base import Batch
+from drafttrain.nn.teacher import LEAST_LOG
 from drafttrain.target import Target, TargetHead
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARD_TOKENS = 50_000
-NO_MASS = -1e4
+NO_MASS = LEAST_LOG
 """The log-probability at positions without a teacher: e to it is 0, and unlike -inf it is finite times 0."""
 PADDING = {"topk_log_p": NO_MASS}
 

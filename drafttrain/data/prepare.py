@@ -35,6 +35,7 @@ from drafttrain.data.teacher_cache import TopKFeatures, TopKKey, write_topk
 from drafttrain.data.vocab import DraftVocab, build_draft_vocab, coverage, load_vocab, save_vocab, special_ids
 from drafttrain.drafts.students import check_kept, choose_layers
 from drafttrain.recipe import Recipe
+from drafttrain.recipe_rules import student_kind
 from drafttrain.target import Target, check_feature_layers, default_feature_layers
 
 Say = Callable[[str], None]
@@ -224,7 +225,7 @@ def _vocab(recipe: Recipe, run: RunFolder, target: Target, rows: dict, manifest:
 def _kept_layers(recipe: Recipe, target: Target, rows: list[dict], manifest: dict, say: Say) -> list[int] | None:
     """The layers of the target that a pruned small model keeps; chosen once, so that a resumed run has the same."""
     settings = recipe.draft
-    if recipe.method != "kd" or settings.init_from or settings.student == "fresh":
+    if recipe.method != "kd" or student_kind(settings) != "pruned":
         return None
     asked = [settings.keep_layers, settings.num_hidden_layers, settings.choose_layers]
     if manifest.get("kept_layers", {}).get("asked") != asked:

@@ -218,6 +218,13 @@ def supervised_rows(loss_mask: Tensor, steps: int) -> Tensor:
     return torch.stack(out)
 
 
+def draft_index(draft_ids: Tensor, vocab_size: int) -> Tensor:
+    """The place of each target id in a draft vocabulary: int64 [V] from draft_ids [Vd], -1 outside."""
+    index = torch.full((vocab_size,), -1, dtype=torch.long, device=draft_ids.device)
+    index[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+    return index
+
+
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 hex of the vocabulary: equal exactly when every token has the same id."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))

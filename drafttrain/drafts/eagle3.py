@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, supervised_rows
+from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, draft_index, supervised_rows
 from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.eagle3_proposer import Eagle3Proposer
 from drafttrain.drafts.eagle3_tree import Eagle3TreeProposer
@@ -165,9 +165,7 @@ class Eagle3Draft(Draft):
             )
         self.embed_weight = target.embed_weight.detach()
         self.teacher = target.head(self.draft_ids)
-        index = torch.full((config.vocab_size,), -1, dtype=torch.long)
-        index[self.draft_ids.cpu()] = torch.arange(len(self.d2t))
-        self._draft_index = index.to(self.d2t.device)
+        self._draft_index = draft_index(self.draft_ids, config.vocab_size)
         return self
 
     @torch.no_grad()
@@ -262,7 +260,7 @@ class Eagle3Draft(Draft):
         """
         assert self.teacher is not None, "attach a target first"
         steps = min(self.ttt_steps, max(batch.input_ids.shape[1] - 2, 1))
-        objective, figures = fused_draft_loss(
+        objective, figures, _ = fused_draft_loss(
             self.unroll(batch.input_ids, batch.features, steps),
             DraftHead(self.lm_head.weight),
             supervised_rows(batch.loss_mask.bool(), steps),

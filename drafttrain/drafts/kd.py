@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, supervised_rows
+from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, draft_index, supervised_rows
 from drafttrain.drafts.quantized import quantized
 from drafttrain.drafts.small_model import SmallModelProposer
 from drafttrain.drafts.students import align_vocabulary, check_tokenizers, merged, run_student
-from drafttrain.nn.fused_losses import DraftHead, StepFigures, fused_draft_loss_with_hits
+from drafttrain.nn.fused_losses import DraftHead, StepFigures, fused_draft_loss
 from drafttrain.nn.objective import Objective
 from drafttrain.nn.teacher import DenseTeacher, TopKTeacher
 from drafttrain.nn.tree import Tree
@@ -60,7 +60,7 @@ class KdDraft(Draft):
 
     @property
     def start_limit(self) -> float:
-        """None for a pruned model: its layers do not fit together yet, and it may start worse than guessing."""
+        """No limit for a pruned model: its layers do not fit together yet, and it may start worse than guessing."""
         return float("inf") if self._starts_worse else super().start_limit
 
     @property
@@ -95,8 +95,7 @@ class KdDraft(Draft):
         self.draft_ids = self.draft_ids.to(target.device)
         self._index = None
         if not self.whole_vocabulary:
-            self._index = torch.full((target.vocab_size,), -1, dtype=torch.long, device=target.device)
-            self._index[self.draft_ids] = torch.arange(self.draft_vocab_size, device=target.device)
+            self._index = draft_index(self.draft_ids, target.vocab_size)
         self.teacher = target.head() if self.whole_vocabulary else target.head(self.draft_ids)
         self._dtype, self._tokenizer = target.dtype, target.tokenizer
         self._small = None
@@ -115,7 +114,7 @@ class KdDraft(Draft):
         assert self.teacher is not None, "attach a target first"
         states = run_student(self.student, batch.input_ids)
         valid = supervised_rows(batch.loss_mask.bool(), DEPTH)
-        objective, figures, hit = fused_draft_loss_with_hits(
+        objective, figures, hit = fused_draft_loss(
             [F.pad(states[:, 1:], (0, 0, 0, 1))],
             self._head(),
             valid[:1],

@@ -25,6 +25,7 @@ from drafttrain.drafts.student_parts import (
 )
 from drafttrain.drafts.vocabulary import align_vocabulary, check_tokenizers, token_count
 from drafttrain.recipe import DraftConfig
+from drafttrain.recipe_rules import student_kind
 from drafttrain.target import Target, load_target
 
 __all__ = [
@@ -108,11 +109,6 @@ def check_kept(layers: Sequence[int], num_layers: int) -> list[int]:
             f"first and the last of {num_layers} layers are always kept. Mend: draft.keep_layers: {proper}."
         )
     return kept
-
-
-def student_kind(settings: DraftConfig) -> str:
-    """pruned, fresh or sibling; where the recipe does not say: sibling when init_from is given, else pruned."""
-    return settings.student or ("pruned" if settings.init_from is None else "sibling")
 
 
 def build_student(

@@ -82,8 +82,9 @@ def fused_draft_loss(
     target_index: Tensor | None = None,
     token_index: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, StepFigures]:
-    """Weighted sum of the objective over K unroll steps, and the figures of each step.
+) -> tuple[Tensor, StepFigures, Tensor]:
+    """Weighted sum of the objective over K unroll steps, the figures of each step, and bool [K, B * T]: whether the
+    draft's choice is the target's, where `valid` holds.
 
     states: K tensors [B, T, H], already normed; row p of step k predicts x[p+2+k], so its teacher sits at position
     p+1+k. valid bool [K, B, T]. target_index int64 [B, T]: the target's argmax at that teacher position as a draft
@@ -91,24 +92,6 @@ def fused_draft_loss(
     int64 [B, T]: at teacher position t the draft index of x[t+1], -1 outside; only next_token needs it. chunk: teacher
     positions at once (None: after `CHUNK_ELEMENTS`).
     """
-    loss, figures, _ = fused_draft_loss_with_hits(
-        states, head, valid, step_weights, teacher, objective, target_index, token_index, chunk
-    )
-    return loss, figures
-
-
-def fused_draft_loss_with_hits(
-    states: list[Tensor],
-    head: DraftHead,
-    valid: Tensor,
-    step_weights: list[float],
-    teacher: DenseTeacher | TopKTeacher,
-    objective: Objective,
-    target_index: Tensor | None = None,
-    token_index: Tensor | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, StepFigures, Tensor]:
-    """`fused_draft_loss`, and whether the draft's choice is the target's: bool [K, B * T], where `valid` holds."""
     assert token_index is not None or "next_token" not in objective.weights, "next_token needs token_index"
     device = states[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states[0].dtype

@@ -1,7 +1,6 @@
 """In-process vLLM by another Python: the protocol with a stub in its place, and the worker's counting."""
 
 import ast
-import importlib.util
 import json
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from drafttrain.evaluate.engines import EngineDraft, evaluate_vllm
 from drafttrain.evaluate.http_client import EngineError
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.nn.sampling import Sampling
+from tests.load_script import load_script
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 NEW = 10
@@ -196,13 +196,6 @@ def test_what_cannot_be_run(stub, draft, tmp_path):
         run(stub(), [draft], ["text"])
 
 
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_worker_needs_nothing_but_vllm():
     tree = ast.parse(engine_process.WORKER.read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -236,7 +229,7 @@ class Engine:
 
 
 def test_the_worker_reads_differences():
-    worker = load(engine_process.WORKER)
+    worker = load_script(engine_process.WORKER)
     vllm = SimpleNamespace(SamplingParams=dict)
     line = worker.run_group(Engine(), vllm, {"sampling": {"max_tokens": 3}}, 7, [[11]], [5])
     assert line["prompts"] == [{"index": 7, "tokens": [11, 5, 3], "ttft": 0.5, "seconds": 2.5}]

@@ -61,7 +61,7 @@ class Case:
     def fused(self, objective, chunk=None, target="known"):
         """The objective and its figures."""
         arguments = (self.states, self.head, self.valid, self.step_weights, self.teacher, objective)
-        return fused_draft_loss(*arguments, self.target if target == "known" else None, self.token, chunk)
+        return fused_draft_loss(*arguments, self.target if target == "known" else None, self.token, chunk)[:2]
 
     def logits(self, k):
         """The draft's logits [R, Vd] of the rows that count at step k."""
@@ -139,7 +139,7 @@ def test_by_hand(name, expected):
     logits[0, 1] = P.log()[0] + 1.7
     teacher = DenseTeacher(lambda h: h, logits, torch.full((1, 3), 1.7, dtype=torch.float64))
     at = lambda index: torch.tensor([[-1, index, -1]])  # noqa: E731
-    found, figures = fused_draft_loss([states], head, valid, [1.0], teacher, objective, at(1), at(0))
+    found, figures, _ = fused_draft_loss([states], head, valid, [1.0], teacher, objective, at(1), at(0))
     assert found.item() == pytest.approx(expected, rel=1e-9)
     assert [figures.rows.item(), figures.hits.item(), figures.alpha.item()] == [1, 1, 0.5]
 
@@ -274,7 +274,7 @@ def extreme(draft, teacher, name):
     logits = torch.tensor([teacher]).expand(1, 3, -1)
     valid = torch.tensor([[[True, False, False]]])
     arguments = ([states], DraftHead(torch.eye(len(draft))), valid, [1.0], DenseTeacher(lambda h: h, logits))
-    loss, _ = fused_draft_loss(*arguments, Objective.of(name))
+    loss, *_ = fused_draft_loss(*arguments, Objective.of(name))
     return loss.item(), torch.autograd.grad(loss, states)[0][0, 0]
 
 

@@ -58,7 +58,7 @@ def _case(seed=0, B=2, T=23, H=8, Vd=13, V=29, K=3):
 def test_fused_equals_plain(loss, chunk):
     states, head, valid, teacher, index = _case()
     weights = [1.0, 0.8, 0.64]
-    objective, figures = fused_draft_loss(
+    objective, figures, _ = fused_draft_loss(
         states, DraftHead(head), valid, weights, teacher, Objective.of(loss), index, None, chunk
     )
     grads = torch.autograd.grad(objective, [head, *states])
@@ -88,16 +88,16 @@ def test_fused_equals_plain(loss, chunk):
 
 def test_rows_that_do_not_count_get_no_gradient():
     states, head, valid, teacher, index = _case(seed=3)
-    objective, _ = fused_draft_loss(states, DraftHead(head), valid, [1.0] * 3, teacher, KL, index)
+    objective, *_ = fused_draft_loss(states, DraftHead(head), valid, [1.0] * 3, teacher, KL, index)
     for k, grad in enumerate(torch.autograd.grad(objective, states)):
         assert grad[~valid[k]].eq(0).all() and grad[valid[k]].abs().sum() > 0
 
 
 def test_bfloat16_autocast_stays_close():
     states, head, valid, teacher, index = _case(seed=1)
-    plain, _ = fused_draft_loss(states, DraftHead(head), valid, [1.0] * 3, teacher, KL, index)
+    plain, *_ = fused_draft_loss(states, DraftHead(head), valid, [1.0] * 3, teacher, KL, index)
     with torch.autocast("cpu", torch.bfloat16):
-        cast, _ = fused_draft_loss(
+        cast, *_ = fused_draft_loss(
             [s.detach().float() for s in states],
             DraftHead(head.detach().float().requires_grad_()),
             valid,

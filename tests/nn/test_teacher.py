@@ -18,7 +18,7 @@ def one_step(z, teacher, name, target=None):
     states = torch.cat([z, z[:1]])[None]
     valid = torch.arange(len(z) + 1).lt(len(z))[None, None]
     head = DraftHead(torch.eye(z.shape[1], dtype=z.dtype))
-    return fused_draft_loss([states], head, valid, [1.0], teacher, Objective.of(name), target)
+    return fused_draft_loss([states], head, valid, [1.0], teacher, Objective.of(name), target)[:2]
 
 
 def top_k(log_p, k, ids=None):
