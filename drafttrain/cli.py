@@ -172,7 +172,7 @@ def export(
     target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: as evaluated.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: <run>/export/<engine>.")] = None,
-    k: Annotated[int, typer.Option(help="Drafts a round, for the serve command.")] = 3,
+    k: Annotated[int, typer.Option(help="Drafts a round, for the serve command.", min=1)] = 3,
     as_json: AsJson = False,
 ) -> None:
     """Write the directory that serving engines load, and print the serve command.
@@ -198,7 +198,9 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise ExportError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
     loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
-    folder = output or source / "export" / engine
+    # Not in a folder that has a hub id's name: the id would then mean that folder.
+    home = source if source.exists() else Path("checkpoints") / source.name
+    folder = output or home / "export" / engine
     method = export_draft(draft_folder, loaded, folder, DTYPES[dtype] if dtype else None, k)
     command = serve_command(engine, loaded, folder, k, method)
     if as_json:

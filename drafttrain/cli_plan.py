@@ -1,6 +1,7 @@
 """The verb `plan`: nothing but argument handling; cli.py registers it."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -104,12 +105,14 @@ def _train_arguments(source: str, recipe) -> str | None:
         return None
     other = "" if recipe.method == "kd" else " method=kd"
     if Path(source).is_dir():
-        return f"{Path(source) / 'recipe.yaml'} --output NEW_FOLDER{other}"
-    return source + other
+        return f"{shlex.quote(str(Path(source) / 'recipe.yaml'))} --output NEW_FOLDER{other}"
+    return shlex.quote(source) + other
 
 
 def reset_keys(recipe) -> dict[str, str]:
-    """{dotted key: default} of what the recipe says and no small model cut from the target, or made for it, takes."""
+    """{dotted key: default} of what the recipe says and no small model cut from the target, or made for it, takes; the
+    draft vocabulary too, which is the plan's matter.
+    """
     refused = {"draft": None, "training": ("ttt_steps", "step_decay"), "features": ("layers",), "evaluation": ("tree",)}
     out = {}
     for name, keys in refused.items():
@@ -117,6 +120,8 @@ def reset_keys(recipe) -> dict[str, str]:
         for key, field in type(section).model_fields.items():
             if (keys is None or key in keys) and getattr(section, key) != field.default:
                 out[f"{name}.{key}"] = json.dumps(field.default)
+    if recipe.data.draft_vocab is not None:
+        out["data.draft_vocab"] = "null"
     return out
 
 
@@ -225,7 +230,8 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
         print_student(found, console_for())
     top = max(found["predictions"], key=lambda row: row["speedup"])
     known = RunFolder(Path(folder)).recipe_file.exists()
-    again = folder if known else f"{folder} --target {settings.name_or_path}"
+    again = shlex.quote(str(folder))
+    again += "" if known else f" --target {shlex.quote(settings.name_or_path)}"
     say_for(as_json)(
         f"best predicted: {top['speedup']:.2f}x at K = {top['k']}. Next: drafttrain evaluate {again} --k {top['k']}"
     )

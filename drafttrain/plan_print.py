@@ -127,4 +127,6 @@ def advice(plan: Mapping[str, Any], recipe: str | None, reset: Mapping[str, str]
         keys = ", ".join(f"{key}: {value}" for key, value in top["draft"].items())
         return f"{said}. Next: a recipe with `method: kd` and `draft: {{{keys}}}`, then drafttrain train RECIPE"
     keys = {**(reset or {}), **{f"draft.{key}": str(value) for key, value in top["draft"].items()}}
+    if plan["draft_vocab"] is not None:
+        keys["data.draft_vocab"] = str(plan["draft_vocab"])
     return f"{said}. Next: drafttrain train {recipe} {' '.join(f'{key}={value}' for key, value in keys.items())}"

@@ -6,6 +6,11 @@ from pydantic import BaseModel
 
 SMALL_MODEL = ("student", "num_hidden_layers", "keep_layers", "choose_layers", "train_embeddings", "lora")
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+ENGINES = {
+    "eagle3": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+    "kd": ("vllm", "sglang", "transformers", "llama.cpp"),
+}
+"""Which engines serve each kind of draft."""
 
 
 def student_kind(draft) -> str:
@@ -19,6 +24,11 @@ def contradictions(recipe) -> Iterator[str]:
         yield from _small_model(recipe)
     else:
         yield from _heads(recipe)
+    engine, served = recipe.export.engine, ENGINES.get(recipe.method)
+    if served and engine not in served:
+        yield f"export.engine: found {engine!r}, expected one of {', '.join(served)} for method {recipe.method}"
+    if recipe.features.source != "topk" and _changed(recipe.features, ("top_k",)):
+        yield f"features.top_k: features.source is {recipe.features.source!r}; expected source topk, or no top_k"
 
 
 def _changed(section: BaseModel, names: tuple[str, ...]) -> list[str]:
@@ -64,15 +74,20 @@ def _small_model(recipe) -> Iterator[str]:
 def _student(draft, student: str) -> Iterator[str]:
     if student == "sibling" and draft.init_from is None:
         yield "draft.init_from: not given, expected the hub id or folder of a small model of the same vocabulary"
+    if student == "sibling":
+        for name in _changed(draft, ("num_hidden_layers", "keep_layers", "choose_layers")):
+            yield f"draft.{name}: a sibling keeps its layers; leave it out, or draft.student: pruned without init_from"
     if student != "sibling" and draft.init_from is not None:
         yield f"draft.init_from: found {draft.init_from!r} for a {student} student; expected draft.student: sibling"
     if draft.keep_layers is not None and draft.num_hidden_layers is not None:
         yield "draft.keep_layers: found beside draft.num_hidden_layers, expected one of the two"
+    if draft.keep_layers is not None and student == "pruned" and _changed(draft, ("choose_layers",)):
+        yield "draft.choose_layers: found beside draft.keep_layers, which names the layers; leave it out"
     if student == "fresh":
         if draft.hidden_size is None:
             yield "draft.hidden_size: not given, expected the width of the fresh student, such as 256"
-        if draft.keep_layers is not None or draft.lora is not None:
-            yield f"draft.{'keep_layers' if draft.keep_layers else 'lora'}: a fresh student has no layers to start from"
+        for name in _changed(draft, ("keep_layers", "choose_layers", "lora")):
+            yield f"draft.{name}: a fresh student has no layers to start from; leave it out"
     else:
         for name in _changed(draft, SHAPE):
             yield f"draft.{name}: a {student} student keeps its own sizes; expected draft.student: fresh"

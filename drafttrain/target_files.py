@@ -53,7 +53,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-HUB_FILES = ["*.json", "*.py", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+HUB_SMALL_FILES = ["*.json", "*.py", "*.model", "*.jinja", "*.txt"]
+HUB_FILES = [*HUB_SMALL_FILES, "*.safetensors"]
 HUB_EXTRAS = ["original/*", "consolidated*", "onnx/*"]
 LOADING_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 GGUF_ERRORS = (*LOADING_ERRORS, struct.error, IndexError)
@@ -167,12 +168,25 @@ def read_header(path: Path) -> tuple[bytes, int]:
 
 
 def fetch(name: str, revision: str | None, trust_remote_code: bool, weights: bool = True) -> Path:
-    """The snapshot folder of a hub id: downloaded where needed, from the hub's cache when the hub is out of reach.
+    """The snapshot folder of a hub id: downloaded where needed, its config first, and checked. TargetError as
+    `download` and `read_config`; without a network in seconds, where the hub's own client would retry for half a
+    minute."""
+    folder = download(name, revision, HUB_SMALL_FILES)
+    read_config(str(folder), trust_remote_code)
+    return download(name, revision, HUB_FILES) if weights else folder
 
-    TargetError in seconds without a network, where the hub's own client would retry for half a minute."""
+
+def download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The snapshot folder of a hub id with the files of these patterns; the cached one when the hub is out of reach.
+
+    TargetError in seconds without a network, and where the hub refuses.
+    """
     why = unreachable()
     if why is not None:
-        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        try:
+            config = try_to_load_from_cache(name, "config.json", revision=revision)
+        except ValueError:  # No name that a model could have.
+            config = None
         if isinstance(config, str):
             return Path(config).parent
         raise TargetError(
@@ -180,13 +194,9 @@ def fetch(name: str, revision: str | None, trust_remote_code: bool, weights: boo
             "model or a hub id. Mend: check the spelling and the network, or pass a local folder."
         )
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.py"])
-        read_config(folder, trust_remote_code)
-        if not weights:
-            return Path(folder)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_EXTRAS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=HUB_EXTRAS))
     except LOADING_ERRORS as error:
-        raise error if isinstance(error, TargetError) else loading_error(name, "the model", error) from error
+        raise loading_error(name, "the model", error) from error
 
 
 def unreachable() -> str | None:
@@ -306,10 +316,7 @@ def read_tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerB
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """A target's tokenizer alone, without its weights: of a folder, a hub id or a .gguf file."""
-    path = Path(name_or_path).expanduser()
-    if path.suffix == ".gguf":
-        return read_tokenizer(str(convert_gguf(path)), False)
-    return read_tokenizer(str(path) if path.exists() else name_or_path, False)
+    return read_tokenizer(str(find_folder(name_or_path, None, None, False, weights=False)), False)
 
 
 def convert_gguf(path: Path) -> Path:

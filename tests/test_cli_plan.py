@@ -117,7 +117,7 @@ def test_mistakes(cli, folder, tmp_path):
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").rglob("*.yaml"))
 UNCOMMON = {
-    "pruned-by-list": ("kd", {"keep_layers": [0, 1, 7], "choose_layers": "even", "lora": {"r": 4}}, {}),
+    "pruned-by-list": ("kd", {"keep_layers": [0, 1, 7], "lora": {"r": 4}}, {}),
     "fresh": ("kd", {"student": "fresh", "hidden_size": 16, "head_dim": 8, "train_embeddings": True}, {}),
     "sibling": ("kd", {"student": "sibling", "init_from": "a/b"}, {}),
     "eagle3": (
@@ -132,9 +132,14 @@ UNCOMMON = {
 }
 
 
-def next_recipe(source: Path, recipe, size: Size):
+def next_recipe(source: Path, recipe, size: Size, draft_vocab: int | None = None):
     """What `drafttrain train` would read from the printed line, split as a shell splits it."""
-    plan = {"best": str(size), "device": "x", "sizes": [{"label": str(size), "draft": size.settings()}]}
+    plan = {
+        "best": str(size),
+        "device": "x",
+        "draft_vocab": draft_vocab,
+        "sizes": [{"label": str(size), "draft": size.settings()}],
+    }
     plan["sizes"][0] |= {"best": {"speedup": 1.5, "k": 3}, "break_even_acceptance": 0.3, "acceptance_to_tie": None}
     line = advice(plan, _train_arguments(str(source), recipe), reset_keys(recipe))
     path, *words = shlex.split(line.split("drafttrain train ")[1])
@@ -149,11 +154,14 @@ def next_recipe(source: Path, recipe, size: Size):
 def test_the_next_command_is_a_valid_recipe(path, size, tmp_path):
     """Of the recipe itself, and of a run's folder, whose saved recipe gives every key."""
     recipe = load_recipe(path)
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    for source in (path, tmp_path):
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    save_recipe(recipe, folder / "recipe.yaml")
+    for source in (path, folder):
         trained = next_recipe(source, recipe, size)
         assert trained.method == "kd" and trained.draft == DraftConfig(**size.settings())
-        assert trained.data.draft_vocab == recipe.data.draft_vocab and trained.target == recipe.target
+        assert trained.data.draft_vocab is None and trained.target == recipe.target
+        assert next_recipe(source, recipe, size, 4096).data.draft_vocab == 4096
 
 
 @pytest.mark.parametrize("name", UNCOMMON)

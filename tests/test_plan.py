@@ -12,6 +12,7 @@ from rich.console import Console
 
 import drafttrain.plan
 from drafttrain.drafts.small_model import SmallModelProposer
+from drafttrain.drafts.fresh_student import spread
 from drafttrain.drafts.students import build_student
 from drafttrain.evaluate.cost import CostModel
 from drafttrain.evaluate.roofline import RooflineError, shape_of
@@ -99,7 +100,8 @@ def test_what_is_planned_is_what_is_trained(family):
     target = make_target(family)
     models = build_models(SIZES, target)
     for size in SIZES:
-        student = build_student(DraftConfig(**size.settings(), choose_layers="even"), target)
+        settings = DraftConfig(**size.settings(), choose_layers="even")
+        student = build_student(settings, target, spread(target.num_layers, size.layers))
         ours = {name: tuple(p.shape) for name, p in models[str(size)].model.named_parameters()}
         assert ours == {name: tuple(p.shape) for name, p in student.named_parameters()}
         assert models[str(size)].config.to_dict().get("layer_types") == student.config.to_dict().get("layer_types")

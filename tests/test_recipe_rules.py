@@ -40,6 +40,13 @@ def lines_of(method: str, **sections) -> list[str]:
         ("kd", {"draft": {"student": "fresh", "hidden_size": 64, "keep_layers": [0, 1]}}, "draft.keep_layers"),
         ("kd", {"draft": {"student": "fresh", "hidden_size": 64, "lora": {}}}, "draft.lora"),
         ("kd", {"draft": {"hidden_size": 64}}, "draft.hidden_size"),
+        ("kd", {"draft": {"student": "fresh", "hidden_size": 64, "choose_layers": "even"}}, "draft.choose_layers"),
+        ("kd", {"draft": {"init_from": "a/b", "num_hidden_layers": 2}}, "draft.num_hidden_layers"),
+        ("kd", {"draft": {"init_from": "a/b", "keep_layers": [0, 5]}}, "draft.keep_layers"),
+        ("kd", {"draft": {"keep_layers": [0, 5], "choose_layers": "even"}}, "draft.choose_layers"),
+        ("kd", {"features": {"top_k": 8}}, "features.top_k"),
+        ("kd", {"export": {"engine": "tensorrt-llm"}}, "export.engine"),
+        ("eagle3", {"export": {"engine": "transformers"}}, "export.engine"),
         ("kd", {"draft": {"init_from": "a/b", "lora": {}, "train_embeddings": True}}, "draft.train_embeddings"),
     ],
 )

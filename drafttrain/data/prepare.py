@@ -33,7 +33,7 @@ from drafttrain.data.regenerate import regenerate
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.data.teacher_cache import TopKFeatures, TopKKey, write_topk
 from drafttrain.data.vocab import DraftVocab, build_draft_vocab, coverage, load_vocab, save_vocab, special_ids
-from drafttrain.drafts.students import check_kept, choose_layers
+from drafttrain.drafts.students import check_student, kept_layers
 from drafttrain.recipe import Recipe
 from drafttrain.recipe_rules import student_kind
 from drafttrain.target import Target, check_feature_layers, default_feature_layers
@@ -88,9 +88,11 @@ def feature_layers(recipe: Recipe, target: Target) -> list[int]:
 
 def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print) -> Prepared:
     """Bring the run's prepared/ folder up to date and return it. Raises DataError where the data cannot be trained
-    on.
+    on, DraftError for a small model that cannot be built.
     """
     layers = feature_layers(recipe, target)
+    if recipe.method == "kd":
+        check_student(recipe.draft, target)
     run.prepared.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(recipe, run, target)
     rows = {}
@@ -229,12 +231,7 @@ def _kept_layers(recipe: Recipe, target: Target, rows: list[dict], manifest: dic
         return None
     asked = [settings.keep_layers, settings.num_hidden_layers, settings.choose_layers]
     if manifest.get("kept_layers", {}).get("asked") != asked:
-        if settings.keep_layers is not None:
-            kept = check_kept(settings.keep_layers, target.num_layers)
-        else:
-            count = settings.num_hidden_layers or max(2, target.num_layers // 3)
-            tokens = [row["input_ids"] for row in rows]
-            kept = choose_layers(target, count, settings.choose_layers, tokens)
+        kept = kept_layers(settings, target, [row["input_ids"] for row in rows])
         manifest["kept_layers"] = {"asked": asked, "layers": kept}
     kept = manifest["kept_layers"]["layers"]
     say(f"student: layers {' '.join(map(str, kept))} of the target's {target.num_layers}")

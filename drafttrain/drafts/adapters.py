@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.small_model import sharing_copy
-from drafttrain.drafts.student_parts import body_names, renew
+from drafttrain.drafts.student_parts import body_names, check_plain, renew
 from drafttrain.recipe import LoraConfig
 from drafttrain.target import find_decoder
 
@@ -23,7 +23,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int = 0) ->
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    chosen = _chosen_linears(model, settings.target_modules)
+    chosen = chosen_linears(model, settings.target_modules)
     config = PeftConfig(
         r=settings.r, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=chosen, bias="none"
     )
@@ -38,7 +38,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, seed: int = 0) ->
     return model
 
 
-def _chosen_linears(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
+def chosen_linears(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
     """Full names of the linear layers within the decoder layers that are called so; all of them for None."""
     decoder, _ = find_decoder(model)
     inside = set(decoder.layers.modules())
@@ -62,7 +62,8 @@ def merged(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrain
     """A frozen plain model of the same class with the adapters merged, in fp32; `model` stays as it is.
 
     dtype: what everything is cast to afterwards; what has it already is shared with `model`, not copied. None: fp32
-    layers, embedding and head as they are. Without adapters and dtype: the model itself.
+    layers, embedding and head as they are. Without adapters and dtype: the model itself. DraftError for quantised
+    weights.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -76,6 +77,7 @@ def merged(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrain
     body = body_names(plain)
 
     def make(name: str, tensor: Tensor) -> nn.Parameter:
+        check_plain(name, tensor)
         wanted = dtype or (torch.float32 if name in body else tensor.dtype)
         return nn.Parameter(tensor.to(wanted), requires_grad=False)
 
@@ -86,6 +88,7 @@ def merged(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrain
 def _merged_layer(adapted: nn.Module) -> nn.Module:
     """The plain linear layer with fp32 weight W + scale * B A."""
     linear = adapted.get_base_layer()
+    check_plain("an adapted layer", linear.weight.detach())
     delta = sum(adapted.get_delta_weight(name).float() for name in adapted.active_adapters)
     linear.weight = nn.Parameter(linear.weight.detach().float() + delta, requires_grad=False)
     return linear

@@ -242,6 +242,17 @@ def write_provenance(folder: Path, target: Target, **details: Any) -> None:
     (folder / "drafttrain.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """A JSON object of a draft's folder; DraftError where it is broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DraftError(f"{path} cannot be read as JSON ({error}). Mend: export the draft again.") from error
+    if not isinstance(content, dict):
+        raise DraftError(f"{path} holds a JSON {type(content).__name__}. Expected an object. Mend: export it again.")
+    return content
+
+
 def check_provenance(folder: Path, target: Target) -> None:
     """DraftError when the folder says that it was made for another tokenizer. Drafts from elsewhere say nothing and
     pass.
@@ -249,7 +260,7 @@ def check_provenance(folder: Path, target: Target) -> None:
     path = folder / "drafttrain.json"
     if not path.exists() or target.tokenizer is None:
         return
-    made_for = json.loads(path.read_text())
+    made_for = read_facts(path)
     expected = made_for.get("tokenizer_sha256")
     if expected and expected != tokenizer_hash(target.tokenizer):
         raise DraftError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.drafts.base import DraftError
+from drafttrain.drafts.base import DraftError, read_facts
 from drafttrain.nn.rotary import ROPE_TYPES
 from drafttrain.recipe import DraftConfig
 from drafttrain.target import Target
@@ -126,10 +126,7 @@ class Eagle3Config:
         path = folder / "config.json"
         if not path.exists():
             raise DraftError(f"{folder} has no config.json. Expected a draft checkpoint. Mend: check the path.")
-        try:
-            values = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise DraftError(f"{path} is not JSON ({error}). Mend: export the draft again.") from error
+        values = read_facts(path)
         if values.get("architectures") != [ARCHITECTURE]:
             raise DraftError(f"{path}: architectures is {values.get('architectures')}, expected [{ARCHITECTURE!r}].")
         unsupported = [key for key in ("norm_before_fc", "fc_norm", "norm_output", "attention_bias") if values.get(key)]

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.small_model import PER_LAYER
-from drafttrain.drafts.student_parts import causal_class, set_trained, table_names
+from drafttrain.drafts.student_parts import causal_class, renew, set_trained, table_names
 from drafttrain.drafts.vocabulary import random_tokens
 from drafttrain.recipe import DraftConfig
 from drafttrain.target import Target
@@ -80,6 +80,7 @@ def fresh_config(settings: DraftConfig, target: Target) -> PretrainedConfig:
     config = copy.deepcopy(target.config)
     for name, value in changes.items():
         setattr(config, name, value)
+    vars(config).pop("quantization_config", None)  # The target's; the new weights are plain.
     return config
 
 
@@ -154,9 +155,10 @@ def fresh_student(settings: DraftConfig, target: Target, seed: int = 0) -> PreTr
     """A new fp32 model on the target's device: tables by `low_rank`, tied where the target's are, the rest as the
     class draws it with this seed, the final norm's gain lowered until the first loss is about ln V.
 
-    Everything trains; with draft.train_embeddings false not the tables.
+    Everything trains; with draft.train_embeddings false not the tables, which then have the target's dtype.
     """
     config = fresh_config(settings, target)
+    config.tie_word_embeddings = target.lm_head_weight is target.embed_weight  # A wrapper's text config may not say.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = causal_class(target.model)(config)
@@ -171,12 +173,17 @@ def fresh_student(settings: DraftConfig, target: Target, seed: int = 0) -> PreTr
         head.bias = nn.Parameter(target.lm_head_bias.detach().to(torch.float32, copy=True))
     _soften(model)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return set_trained(model, names - table_names(model) if settings.train_embeddings is False else names)
+    if settings.train_embeddings is False:
+        tables = table_names(model)
+        renew(model, lambda name, tensor: nn.Parameter(tensor.to(target.dtype) if name in tables else tensor))
+        names -= tables
+    return set_trained(model, names)
 
 
 @torch.no_grad()
 def _soften(model: PreTrainedModel) -> None:
-    """Halve the final norm's gain until lse - mean logit exceeds ln V by EXCESS at most, over random tokens.
+    """Halve the final norm's gain until lse - mean logit exceeds what a head's bias alone gives (ln V without one) by
+    EXCESS at most, over random tokens.
 
     Embeddings that also are the head give the token just read a high logit: at full gain a tied model starts far above
     ln V.
@@ -191,8 +198,8 @@ def _soften(model: PreTrainedModel) -> None:
         logits = [head.logits(rows * gain) for rows in normed.split(8)]
         return torch.cat([z.logsumexp(-1) - z.mean(-1) for z in logits]).mean().item() - math.log(V)
 
-    gain = 1.0
-    while excess(gain) > EXCESS:
+    gain, limit = 1.0, excess(0.0) + EXCESS
+    while excess(gain) > limit:
         gain /= 2
     norm, weight = view.final_norm, view.final_norm.weight
     expected, old = head.normed(states) * gain, weight.clone()

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, draft_index, supervised_rows
+from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, draft_index, read_facts, supervised_rows
 from drafttrain.drafts.quantized import quantized
 from drafttrain.drafts.small_model import SmallModelProposer
-from drafttrain.drafts.students import align_vocabulary, check_tokenizers, merged, run_student
+from drafttrain.drafts.students import align_vocabulary, check_tokenizers, merged, run_student, token_count
 from drafttrain.nn.fused_losses import DraftHead, StepFigures, fused_draft_loss
 from drafttrain.nn.objective import Objective
 from drafttrain.nn.teacher import DenseTeacher, TopKTeacher
@@ -53,6 +53,8 @@ class KdDraft(Draft):
         self._frozen_rows: Tensor | None = None
         self._small: Target | None = None
         self._starts_worse = False
+        self.aligned = False
+        """Whether `attach` gave it other rows than its folder has."""
 
     @property
     def steps(self) -> int:
@@ -89,7 +91,8 @@ class KdDraft(Draft):
                     f"{target.vocab_size}. Expected the same tokens under the same ids. Mend: a small model of the "
                     "target's own family and generation."
                 )
-            align_vocabulary(self.student, target.vocab_size, len(target.tokenizer))
+            align_vocabulary(self.student, target.vocab_size, token_count(self._tokenizer))
+            self.aligned = True
             self.draft_ids = torch.arange(target.vocab_size)
             self.draft_vocab_size = target.vocab_size
         self.draft_ids = self.draft_ids.to(target.device)
@@ -168,6 +171,9 @@ class KdDraft(Draft):
         """A frozen model of that dtype, adapters merged; frozen weights that have it already are shared, not copied."""
         model = merged(self.student, dtype)
         model.config.dtype = dtype
+        # The target's, where the student was cut from one: transformers would take the plain weights for its codes.
+        vars(model.config).pop("quantization_config", None)
+        vars(model).pop("hf_quantizer", None)
         return model
 
     @torch.no_grad()
@@ -212,10 +218,25 @@ class KdDraft(Draft):
         name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
         small = load_target(str(folder), dtype=name)
         path = folder / IDS_FILE
-        ids = torch.tensor(json.loads(path.read_text())) if path.exists() else None
+        ids = _read_ids(path, small.vocab_size) if path.exists() else None
         facts = folder / "drafttrain.json"
-        title = json.loads(facts.read_text()).get("student", small.title) if facts.exists() else small.title
+        title = read_facts(facts).get("student", small.title) if facts.exists() else small.title
         return cls(small.model, ids, small.tokenizer, title)
+
+
+def _read_ids(path: Path, vocab_size: int) -> Tensor:
+    """A draft vocabulary, int64 [Vd]; DraftError unless it is a JSON list of rising ids below vocab_size."""
+    try:
+        ids = torch.tensor(json.loads(path.read_text(encoding="utf-8")), dtype=torch.long)
+        sound = ids.dim() == 1 and len(ids) and ids[0] >= 0 and ids[-1] < vocab_size and bool((ids.diff() > 0).all())
+    except (OSError, ValueError, TypeError, RuntimeError):
+        sound = False
+    if not sound:
+        raise DraftError(
+            f"{path} is not a draft vocabulary. Expected a JSON list of rising token ids below {vocab_size}. Mend: "
+            "export the draft again; without the file every word is drafted."
+        )
+    return ids
 
 
 def ahead(figures: StepFigures, hit: Tensor, valid: Tensor) -> StepFigures:

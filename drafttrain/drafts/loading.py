@@ -2,22 +2,20 @@
 target.
 """
 
-import json
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor
 
-from drafttrain.drafts.base import Draft, DraftError, check_provenance
+from drafttrain.drafts.base import Draft, DraftError, check_provenance, read_facts
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.eagle3_config import ARCHITECTURE, Eagle3Config
 from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.students import build_student
 from drafttrain.nn.objective import Objective
 from drafttrain.recipe import Recipe
-from drafttrain.target import Target
+from drafttrain.target import Target, TargetError
+from drafttrain.target_files import HUB_FILES, download
 
 KINDS = {ARCHITECTURE: Eagle3Draft}
 """By the architecture in config.json; whole causal language models are small drafts (KdDraft)."""
@@ -33,7 +31,10 @@ def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | No
     folder = find_draft(name_or_path)
     kind = _kind(folder)
     check_provenance(folder, target)
-    return kind.from_pretrained(folder, dtype).to(target.device).eval().attach(target)
+    draft = kind.from_pretrained(folder, dtype).to(target.device).eval().attach(target)
+    if isinstance(draft, KdDraft) and not Path(name_or_path).exists():
+        draft.name = str(name_or_path)  # Else that of the snapshot's folder, a hash.
+    return draft
 
 
 def draft_method(folder: Path) -> str:
@@ -42,10 +43,7 @@ def draft_method(folder: Path) -> str:
 
 
 def _kind(folder: Path) -> type[Draft]:
-    try:
-        architectures = json.loads((folder / "config.json").read_text()).get("architectures")
-    except json.JSONDecodeError as error:
-        raise DraftError(f"{folder / 'config.json'} is not JSON ({error}). Mend: export the draft again.") from error
+    architectures = read_facts(folder / "config.json").get("architectures")
     name = (architectures or [""])[0]
     if name in KINDS:
         return KINDS[name]
@@ -70,12 +68,9 @@ def find_draft(name_or_path: str | Path) -> Path:
             "or a hub id. Mend: check the path, or train first."
         )
     try:
-        folder = Path(snapshot_download(str(name_or_path)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise DraftError(
-            f"{name_or_path} is neither a folder nor a hub id that can be reached ({type(error).__name__}). "
-            "Mend: check the spelling and the network, or give a local folder."
-        ) from error
+        folder = download(str(name_or_path), None, HUB_FILES)
+    except TargetError as error:
+        raise DraftError(f"no draft: {error}") from error
     if not (folder / "config.json").exists():
         raise DraftError(f"{name_or_path} on the hub has no config.json. Expected a draft checkpoint.")
     return folder

@@ -48,8 +48,11 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     if kind is type(model):
         return model
     decoder, _ = find_decoder(model)
+    config = copy.deepcopy(model.config.get_text_config(decoder=True))
+    # The wrapper's own entry may say otherwise than its text config.
+    config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with torch.device("meta"):
-        text = kind(model.config.get_text_config(decoder=True))
+        text = kind(config)
     setattr(text, text.base_model_prefix, decoder)
     text.set_output_embeddings(model.get_output_embeddings())
     text.generation_config = copy.deepcopy(model.generation_config)
@@ -92,6 +95,16 @@ def _names_below(model: nn.Module, chosen: set[nn.Module]) -> set[str]:
     }
 
 
+def check_plain(name: str, tensor: Tensor) -> None:
+    """DraftError for a quantised weight: codes, whose cast to another dtype would be no weight."""
+    if tensor.dtype not in PLAIN_DTYPES or type(tensor) is not Tensor:
+        raise DraftError(
+            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')} ({type(tensor).__name__}), a quantised "
+            "weight. Expected bfloat16, float16 or float32. Mend: the unquantised checkpoint (--quantize measures "
+            "small models with int8 and int4 weights), or another student."
+        )
+
+
 def renew(model: PreTrainedModel, make: Callable[[str, Tensor], nn.Parameter]) -> None:
     """Replace every parameter in place by make(name, tensor); one that stands at two places is made once and stays
     shared. Models that held the old parameters keep them.
@@ -111,12 +124,7 @@ def set_trained(model: PreTrainedModel, names: set[str]) -> PreTrainedModel:
     def make(name: str, tensor: Tensor) -> nn.Parameter:
         if name not in names:
             return nn.Parameter(tensor, requires_grad=False)
-        if tensor.dtype not in PLAIN_DTYPES:
-            raise DraftError(
-                f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, a quantised weight. Expected "
-                "bfloat16, float16 or float32, which can be trained. Mend: the unquantised checkpoint, or another "
-                "student."
-            )
+        check_plain(name, tensor)
         return nn.Parameter(tensor.to(torch.float32, copy=True))
 
     renew(model, make)

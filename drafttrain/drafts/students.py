@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from drafttrain.drafts.adapters import add_adapters, merged
+from drafttrain.drafts.adapters import add_adapters, chosen_linears, merged
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.fresh_student import LAYER_LISTS, fresh_config, fresh_student, spread
 from drafttrain.drafts.small_model import PER_LAYER, prune_layers
@@ -27,19 +27,23 @@ from drafttrain.drafts.vocabulary import align_vocabulary, check_tokenizers, tok
 from drafttrain.recipe import DraftConfig
 from drafttrain.recipe_rules import student_kind
 from drafttrain.target import Target, load_target
+from drafttrain.target_files import load_tokenizer
 
 __all__ = [
     "align_vocabulary",
     "build_student",
     "check_kept",
+    "check_student",
     "check_tokenizers",
     "choose_layers",
     "fresh_config",
+    "kept_layers",
     "layer_influence",
     "load_sibling",
     "merged",
     "run_student",
     "student_kind",
+    "token_count",
 ]
 
 PROBE_TOKENS = 4000
@@ -53,6 +57,18 @@ def choose_layers(target: Target, count: int, how: str, rows: Sequence[Sequence[
     how: "even" (at even distances), or "importance" (the most influential between first and last, measured on rows of
     token ids). DraftError for counts that cannot be, and for importance without rows.
     """
+    check_count(count, target)
+    n = target.num_layers
+    if how == "even" or count == n:
+        return spread(n, count)
+    assert how == "importance", how
+    influence = layer_influence(target, rows)
+    inner = sorted(range(1, n - 1), key=lambda i: (-influence[i], i))[: max(0, count - 2)]
+    return sorted({0, n - 1, *inner})
+
+
+def check_count(count: int, target: Target) -> None:
+    """DraftError unless so many of the target's layers can be kept."""
     n = target.num_layers
     if not min(2, n) <= count <= n:
         what = "which would be pruning away all layers" if count < 1 else f"of the {n} that {target.title} has"
@@ -60,12 +76,6 @@ def choose_layers(target: Target, count: int, how: str, rows: Sequence[Sequence[
             f"draft.num_hidden_layers keeps {count} layers, {what}. Expected {min(2, n)}..{n}: the first and the last "
             "are always kept. Mend: another draft.num_hidden_layers."
         )
-    if how == "even" or count == n:
-        return spread(n, count)
-    assert how == "importance", how
-    influence = layer_influence(target, rows)
-    inner = sorted(range(1, n - 1), key=lambda i: (-influence[i], i))[: max(0, count - 2)]
-    return sorted({0, n - 1, *inner})
 
 
 @torch.no_grad()
@@ -111,19 +121,47 @@ def check_kept(layers: Sequence[int], num_layers: int) -> list[int]:
     return kept
 
 
+def kept_layers(settings: DraftConfig, target: Target, rows: Sequence[Sequence[int]] = ()) -> list[int]:
+    """The layers of the target that a pruned student keeps, as the settings say; a third of them unless given.
+
+    rows of token ids: what their importance is measured on. DraftError as `check_kept` and `choose_layers`.
+    """
+    if settings.keep_layers is not None:
+        return check_kept(settings.keep_layers, target.num_layers)
+    return choose_layers(target, _count(settings, target), settings.choose_layers, rows)
+
+
+def _count(settings: DraftConfig, target: Target) -> int:
+    return settings.num_hidden_layers or min(target.num_layers, max(2, target.num_layers // 3))
+
+
+def check_student(settings: DraftConfig, target: Target) -> None:
+    """DraftError, before data is prepared, for a student that `build_student` would refuse; TargetError for a sibling
+    whose tokenizer is not there.
+    """
+    kind = student_kind(settings)
+    if kind == "fresh":
+        fresh_config(settings, target)
+    elif kind == "sibling":
+        tokenizer = None if settings.init_from is None else load_tokenizer(settings.init_from)
+        check_tokenizers(tokenizer, target, target.vocab_size)
+    elif settings.keep_layers is not None:
+        check_kept(settings.keep_layers, target.num_layers)
+    else:
+        check_count(_count(settings, target), target)
+    if kind == "pruned" and settings.lora is not None:
+        chosen_linears(target.model, settings.lora.target_modules)
+
+
 def build_student(
-    settings: DraftConfig,
-    target: Target,
-    layers: Sequence[int] | None = None,
-    seed: int = 0,
-    rows: Sequence[Sequence[int]] = (),
+    settings: DraftConfig, target: Target, layers: Sequence[int] | None = None, seed: int = 0
 ) -> PreTrainedModel:
     """The student in eval mode on the target's device, with the target's vocab_size. Run it with `run_student`.
 
-    layers: those to keep (None: as the settings say; measured on `rows` where by importance). What trains is fp32 with
-    requires_grad: decoder layers and final norm, or the adapters alone; embedding and head too for fresh ones and
-    siblings, or as train_embeddings says. All else is frozen; of a pruned student these are the target's own tensors,
-    without a copy. DraftError for settings that fit neither each other nor the target.
+    layers: those that a pruned student keeps (`kept_layers`). What trains is fp32 with requires_grad: decoder layers
+    and final norm, or the adapters alone; embedding and head too for fresh ones and siblings, or as train_embeddings
+    says. All else is frozen; of a pruned student these are the target's own tensors, without a copy. DraftError for
+    settings that fit neither each other nor the target.
     """
     kind = student_kind(settings)
     if kind == "fresh":
@@ -133,9 +171,10 @@ def build_student(
                 "sibling. Mend: leave draft.lora out."
             )
         return fresh_student(settings, target, seed)
-    source = target if kind == "pruned" else load_sibling(settings, target)
-    kept = _kept(settings, source, kind, layers, rows)
-    model = text_model(source.model if kept is None else _pruned(source, kept))
+    if kind == "pruned":
+        model = text_model(_pruned(target, check_kept([] if layers is None else layers, target.num_layers)))
+    else:
+        model = text_model(load_sibling(settings, target).model)
     tables = settings.train_embeddings
     if tables is None:
         tables = kind == "sibling" and settings.lora is None
@@ -148,24 +187,6 @@ def build_student(
     if settings.lora is not None:
         add_adapters(model, settings.lora, seed)
     return model
-
-
-def _kept(
-    settings: DraftConfig, source: Target, kind: str, layers: Sequence[int] | None, rows: Sequence[Sequence[int]]
-) -> list[int] | None:
-    """The layers of the source that stay; None: all of them (a sibling as it is)."""
-    named = settings.keep_layers if layers is None else layers
-    if named is not None:
-        return check_kept(named, source.num_layers)
-    if settings.num_hidden_layers is not None:
-        return choose_layers(source, settings.num_hidden_layers, settings.choose_layers, rows)
-    if kind == "sibling":
-        return None
-    raise DraftError(
-        f"the student is {source.title} with layers left out, and neither draft.num_hidden_layers nor "
-        f"draft.keep_layers is given. Expected one of them. Mend: draft.num_hidden_layers: "
-        f"{max(2, source.num_layers // 3)}."
-    )
 
 
 def _pruned(source: Target, kept: list[int]) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from drafttrain.data.conversations import load_conversations
 from drafttrain.data.prepare import conversation_prompt
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.run_folder import RunFolder
-from drafttrain.drafts.base import Draft
+from drafttrain.drafts.base import Draft, Proposer
 from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.loading import load_draft
 from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
@@ -83,16 +83,14 @@ def draft_candidates(
     """The draft as a chain, and beside it with the quantised weights, the tree and the policy that the settings ask
     for. EvaluationError for quantised weights of another draft than a small model.
     """
-    plain = Candidate(label, draft.method, lambda: draft.proposer(target), True, str(source))
+    plain = Candidate(label, draft.method, _maker(draft, target), True, str(source))
     out = [plain]
     if settings.quantize and not isinstance(draft, KdDraft):
         raise EvaluationError(
             f"--quantize is for small models (method kd), and {label} is {draft.method}. Mend: leave it out"
         )
     for kind in settings.quantize:
-        proposer = draft.proposer(target, quantize=kind)
-        # Copies, so that the model is quantised once for all K: a proposer's state begins anew with each text.
-        make = partial(copy.copy, proposer)
+        make = _maker(draft, target, quantize=kind)
         out.append(Candidate(f"{label} {kind}", draft.method, make, True, str(source), quantization=kind))
     tree = tree_of(settings.tree)
     if tree is not None:
@@ -105,6 +103,15 @@ def draft_candidates(
         longest = (max(settings.k),)
         out.append(Candidate(label, draft.method, plain.make, True, str(source), ks=longest, policy=policy))
     return out
+
+
+def _maker(draft: Draft, target: Target, **options) -> Callable[[], Proposer]:
+    """What makes the draft's proposer for one configuration. Of a small model copies, so that its weights are cast,
+    cut or quantised once for all of them: a proposer's state begins anew with each text.
+    """
+    if not isinstance(draft, KdDraft):
+        return partial(draft.proposer, target, **options)
+    return partial(copy.copy, draft.proposer(target, **options))
 
 
 def policy_of(text: str, source: str | Path = "", label: str = "") -> Callable[[int], Policy]:

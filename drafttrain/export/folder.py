@@ -9,11 +9,12 @@ import torch
 from drafttrain.data.files import replace_folder
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.eagle3 import Eagle3Draft
-from drafttrain.drafts.kd import KdDraft
+from drafttrain.drafts.kd import IDS_FILE, KdDraft
 from drafttrain.drafts.loading import load_draft
 from drafttrain.export import eagle3, kd
 from drafttrain.export.base import ExportError
 from drafttrain.target import Target
+from drafttrain.target_files import stored_dtypes
 
 MASTER = "master"
 
@@ -42,21 +43,27 @@ def export_draft(
     draft_folder: Path, target: Target, folder: Path, dtype: torch.dtype | None = None, k: int | None = None
 ) -> str:
     """Write the engines' directory from a run's draft folder: the very files that were evaluated, or, for another
-    dtype, from the fp32 masters. `folder` is replaced whole. Returns the draft's method.
+    dtype, from the fp32 masters; a small model with other padding than the target's leaves with the target's. `folder`
+    is replaced whole. Returns the draft's method.
 
     k: the drafts a round that a small model's generation config asks for. Raises DraftError where the draft does not
     fit the target, ExportError where there are no masters, a number does not survive the cast, or `folder` holds
     anything else than a former export.
     """
     draft = load_draft(draft_folder, target)
-    stored = next(draft.parameters()).dtype
+    dtypes = stored_dtypes(draft_folder)  # As loaded would not do: CPUs load float16 as bfloat16.
+    stored = max(set(dtypes), key=dtypes.count)
+    padded = isinstance(draft, KdDraft) and draft.aligned
     files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file())
     _check_place(folder, files)
 
     def fill(path: Path) -> None:
-        if dtype is None or dtype == stored:
+        if dtype in (None, stored) and not padded:
             for name in files:
                 shutil.copyfile(draft_folder / name, path / name)
+        elif dtype in (None, stored):
+            exact = KdDraft.from_pretrained(draft_folder, stored).to(target.device).attach(target)
+            write_draft(exact, target, path, stored)
         elif (draft_folder / MASTER).exists():
             write_draft(_from_masters(draft, draft_folder, target), target, path, dtype, **_details(draft_folder))
         else:
@@ -72,7 +79,7 @@ def export_draft(
 
 
 def _check_place(folder: Path, files: list[str]) -> None:
-    known = {*files, "generation_config.json"}
+    known = {*files, "generation_config.json", IDS_FILE}
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
     if others or folder.is_file():
         raise ExportError(

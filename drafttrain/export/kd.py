@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from drafttrain.drafts.base import write_provenance
 from drafttrain.drafts.kd import IDS_FILE, KdDraft
-from drafttrain.export.base import check_finite
+from drafttrain.export.base import ExportError, check_finite
 from drafttrain.target import Target
 
 DEFAULT_K = 4
@@ -50,7 +50,13 @@ def from_masters(folder: Path, masters: Path) -> KdDraft:
     """The draft of a run with its fp32 weights as trained in place of the written ones."""
     draft = KdDraft.from_pretrained(folder)
     trained = load_file(masters / "model.safetensors")
-    for name, parameter in draft.student.named_parameters():
-        if name in trained:
-            parameter.data = trained[name]
+    parameters = dict(draft.student.named_parameters())
+    unknown = sorted(trained.keys() - parameters.keys())
+    if unknown:
+        raise ExportError(
+            f"{masters} holds {unknown[0]}, which the model in {folder} does not have. Expected the masters of that "
+            "very draft. Mend: train again, or leave --dtype out."
+        )
+    for name, tensor in trained.items():
+        parameters[name].data = tensor
     return draft

@@ -3,21 +3,19 @@
 import json
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from drafttrain.export.base import ExportError
+from drafttrain.recipe_rules import ENGINES
 from drafttrain.target import Target
 
-ENGINES = {
-    "eagle3": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
-    "kd": ("vllm", "sglang", "transformers", "llama.cpp"),
-}
-"""Which engines serve each kind of draft."""
 VLLM_METHODS = {"eagle3": "eagle3", "kd": "draft_model"}
 SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "kd": "STANDALONE"}
 VLLM_WITHOUT_HOOKS = ("gemma", "gemma2", "gemma3", "gemma3_text", "mixtral", "glm4", "exaone4")
 """Targets whose native vLLM implementation has no EAGLE-3 hooks; the transformers backend has them (vLLM 0.32)."""
 
 
-LLAMA_CPP_PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "gemma3": 6, "gemma3_text": 6}
+LLAMA_CPP_PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "llama4_text": 4, "gemma3": 6, "gemma3_text": 6}
 """llama.cpp takes every nth layer of these families for full attention, whatever the config says (b11434)."""
 
 
@@ -27,15 +25,21 @@ def check_engine(engine: str, method: str, folder: Path) -> None:
     """
     if engine not in ENGINES[method]:
         raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES[method])} for method {method}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    period, kinds = LLAMA_CPP_PERIODS.get(config.get("model_type")), config.get("layer_types")
-    if engine != "llama.cpp" or method != "kd" or period is None or kinds is None:
+    if method == "kd":
+        check_layers(engine, json.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
+
+
+def check_layers(engine: str, config: PretrainedConfig | dict, name: str) -> None:
+    """ExportError where the engine gives a small model full attention in other layers than its config says."""
+    values = config if isinstance(config, dict) else config.to_dict()
+    period, kinds = LLAMA_CPP_PERIODS.get(values.get("model_type")), values.get("layer_types")
+    if engine != "llama.cpp" or period is None or kinds is None:
         return
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     expected = list(range(period - 1, len(kinds), period))
     if full != expected:
         raise ExportError(
-            f"{folder}: layers {full} of {len(kinds)} have full attention. llama.cpp gives it to every "
+            f"{name}: layers {full} of {len(kinds)} have full attention. llama.cpp gives it to every "
             f"{period}th layer of this family, here {expected or 'none'}, and would serve another model than was "
             "trained. Mend: keep_layers of that pattern, or another engine."
         )
@@ -48,7 +52,7 @@ def serve_command(engine: str, target: Target, folder: Path, k: int, method: str
     if engine == "vllm":
         hooks = method == "eagle3" and target.config.model_type in VLLM_WITHOUT_HOOKS
         backend = " --model-impl transformers" if hooks else ""
-        if method == "kd" and "sliding_window" in target.config.to_dict():
+        if method == "kd" and target.config.to_dict().get("sliding_window"):
             # vLLM 0.32 wants all layers of such a draft in one cache group.
             backend = " --disable-hybrid-kv-cache-manager"
         spec = f'{{"method": "{VLLM_METHODS[method]}", "model": "{folder}", "num_speculative_tokens": {k}}}'

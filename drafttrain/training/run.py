@@ -15,10 +15,11 @@ from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.drafts.base import Batch, Draft
 from drafttrain.drafts.loading import new_draft
 from drafttrain.export.folder import save_draft
+from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
 from drafttrain.training.on_policy import OnPolicy
-from drafttrain.training.trainer import OWN, DraftTrainer
+from drafttrain.training.trainer import OWN, DraftTrainer, batch_on
 
 
 def train(
@@ -41,6 +42,8 @@ def train(
         with state.main_process_first():
             prepared = prepare(recipe, run, target, say)
     draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
+    if draft.method == "kd":
+        check_layers(recipe.export.engine, draft.shape, f"the student ({draft.name})")
     sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
     own = None
     if recipe.training.on_policy is not None:
@@ -90,7 +93,7 @@ def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say:
     rows = prepared.rows["train"]
     sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], recipe.training.max_tokens_per_batch, 1, 0)
     batch = source.attach(Batch(**collate([rows[i] for i in sampler.batches()[0]])))
-    loss = draft.calibrate(batch)
+    loss = draft.calibrate(batch_on(batch, next(draft.parameters()).device))
     guessing = math.log(draft.draft_vocab_size)
     say(f"start-up gate: step-0 loss {loss:.2f} nats, uniform guessing {guessing:.2f}")
     if not loss <= draft.start_limit or not math.isfinite(loss):

@@ -100,7 +100,7 @@ class DraftTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch = Batch(**{f.name: inputs[f.name] for f in fields(Batch) if f.name in inputs})
         batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
-        output: DraftLoss = model(_to(batch, self.args.device))
+        output: DraftLoss = model(batch_on(batch, self.args.device))
         if not torch.isfinite(output.objective):
             own = int(batch.index[0]) < 0
             rows = "what the draft wrote itself" if own else f"rows {batch.index.tolist()[:8]} of the training data"
@@ -166,7 +166,7 @@ class DraftTrainer(Trainer):
         for indices in self._validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
             with self.accelerator.autocast():
-                output = draft(_to(self.sources["validation"].attach(batch), self.args.device))
+                output = draft(batch_on(self.sources["validation"].attach(batch), self.args.device))
             sums = _add(sums, output.figures)
         draft.train(was_training)
         if sums is None:
@@ -293,7 +293,8 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bo
     )
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def batch_on(batch: Batch, device: torch.device) -> Batch:
+    """The batch with all its tensors on the device."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return Batch(**{name: None if value is None else value.to(device) for name, value in values.items()})
 

@@ -76,6 +76,24 @@ def test_a_fresh_student_starts_near_ln_v_trains_and_loads_again(family, tmp_pat
         assert torch.allclose(again(tokens()).logits, student.eval()(tokens()).logits, atol=1e-5)
 
 
+def test_a_bias_of_the_head_does_not_count_as_a_gain_too_high():
+    """Halving the gain cannot undo it, and would go on for ever."""
+    model = make_model("Phi3")
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.randn(V, generator=torch.Generator().manual_seed(0)) * 3)
+    student = fresh(Target.from_model(model))
+    assert torch.equal(student.get_output_embeddings().bias, head.bias) if student.lm_head.bias is not None else True
+
+
+def test_frozen_tables_have_the_targets_dtype():
+    """Frozen weights are in no fp32 file of a run, so what is written must be all that they are."""
+    target = Target.from_model(make_model("Qwen3").to(torch.bfloat16))
+    student = fresh(target, train_embeddings=False)
+    assert student.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert student.get_output_embeddings().weight is student.get_input_embeddings().weight
+    assert {p.dtype for p in student.parameters() if p.requires_grad} == {torch.float32}
+
+
 def test_the_first_loss_would_be_far_above_ln_v_at_full_gain():
     """The fault that the lowered gain is for: a tied model that expects the token it has just read."""
     target = Target.from_model(make_model("Gemma3", tie_word_embeddings=True))

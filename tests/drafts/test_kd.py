@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from drafttrain.data.batching import collate
 from drafttrain.data.features import OnlineFeatures
@@ -110,9 +111,18 @@ def test_masked_positions_have_no_gradient():
     target = make_target()
     draft = make_draft(target)
     batch = make_batch(target)
-    first = draft(batch).objective
-    batch.last_hidden[:, 0] = float("nan")  # The teacher of prompt positions is never asked.
-    torch.testing.assert_close(draft(batch).objective, first)
+    first = draft(batch)
+    first.objective.backward()
+    grads = [p.grad.clone() for p in draft.trained_state().values()]
+    rows = supervised_rows(batch.loss_mask, 1)[0]
+    assert rows.any() and not rows.all() and all(grad.abs().sum() > 0 for grad in grads)
+    # The teacher of other rows is never asked, and tokens that only such rows have read change nothing.
+    batch.last_hidden[~F.pad(rows[:, :-1], (1, 0))] = float("nan")
+    batch.input_ids[1, 9:] = 7
+    draft.zero_grad()
+    draft(batch).objective.backward()
+    for found, expected in zip(draft.trained_state().values(), grads, strict=True):
+        torch.testing.assert_close(found.grad, expected)
 
 
 def test_state_is_what_trains_alone():

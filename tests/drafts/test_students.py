@@ -2,19 +2,26 @@
 again; siblings from a folder.
 """
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from transformers import AutoModelForCausalLM
 
+from drafttrain.drafts.adapters import add_adapters
 from drafttrain.drafts.base import DraftError
+from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.student_parts import body_names, set_trained
 from drafttrain.drafts.students import (
     build_student,
     check_kept,
+    check_student,
     choose_layers,
+    kept_layers,
     layer_influence,
+    merged,
     run_student,
     student_kind,
 )
@@ -30,7 +37,8 @@ SOME = ["Llama", "Qwen3", "Gemma2", "Gemma3"]
 
 
 def pruned(target, **settings):
-    return build_student(DraftConfig(student="pruned", **{"keep_layers": KEPT} | settings), target)
+    chosen = DraftConfig(student="pruned", **{"keep_layers": KEPT} | settings)
+    return build_student(chosen, target, chosen.keep_layers)
 
 
 def by_hand(target, input_ids, layers):
@@ -200,13 +208,42 @@ def test_what_to_keep_may_be_given_in_three_ways():
     target = make_target()
     explicit = build_student(DraftConfig(), target, [0, 1, 7])
     assert torch.equal(explicit.model.layers[1].mlp.up_proj.weight, target.layers[1].mlp.up_proj.weight)
-    even = build_student(DraftConfig(num_hidden_layers=3, choose_layers="even"), target)
-    assert torch.equal(even.model.layers[1].mlp.up_proj.weight, target.layers[4].mlp.up_proj.weight)
-    measured = build_student(DraftConfig(num_hidden_layers=3), target, rows=ROWS)
-    best = choose_layers(target, 3, "importance", ROWS)[1]
-    assert torch.equal(measured.model.layers[1].mlp.up_proj.weight, target.layers[best].mlp.up_proj.weight)
-    with pytest.raises(DraftError, match="num_hidden_layers: 2"):
+    assert kept_layers(DraftConfig(keep_layers=[0, 1, 7]), target) == [0, 1, 7]
+    assert kept_layers(DraftConfig(num_hidden_layers=3, choose_layers="even"), target) == [0, 4, 7]
+    assert kept_layers(DraftConfig(num_hidden_layers=3), target, ROWS) == choose_layers(target, 3, "importance", ROWS)
+    assert kept_layers(DraftConfig(), target, ROWS) == [0, 7]
+    with pytest.raises(DraftError, match="pruning away all layers"):
         build_student(DraftConfig(), target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_hidden_layers": 9}, "keeps 9 layers"),
+        ({"keep_layers": [1, 2]}, "first and the"),
+        ({"lora": {"target_modules": ["c_attn"]}}, "names c_attn"),
+        ({"student": "fresh", "hidden_size": 64}, "the target's 32"),
+    ],
+)
+def test_a_student_that_cannot_be_is_known_before_it_is_built(settings, message):
+    with pytest.raises(DraftError, match=message):
+        check_student(DraftConfig(**settings), make_target())
+
+
+def test_a_wrappers_own_word_on_tied_tables_does_not_count(tmp_path):
+    """transformers ties by the wrapper's entry; the text model's may say the opposite."""
+    target = wrapper()
+    head = target.model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach() * 0.5)
+    target.model.config.tie_word_embeddings = False
+    target = Target.from_model(target.model)
+    assert target.config.tie_word_embeddings
+    for student in (pruned(target), build_student(DraftConfig(student="fresh", hidden_size=16), target)):
+        assert not student.config.tie_word_embeddings
+        student.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert torch.equal(again.get_output_embeddings().weight, student.get_output_embeddings().weight)
+        assert not torch.equal(again.get_output_embeddings().weight, again.get_input_embeddings().weight)
 
 
 def test_quantised_weights_are_not_trained():
@@ -215,6 +252,23 @@ def test_quantised_weights_are_not_trained():
     layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(DraftError, match=r"layers.2.mlp.up_proj.weight is stored as float8_e4m3fn"):
         set_trained(model, body_names(model))
+    with pytest.raises(DraftError, match=r"layers.2.mlp.up_proj.weight is stored as float8_e4m3fn"):
+        merged(model, torch.bfloat16)  # Its codes would be taken for weights.
+    adapted = add_adapters(model, LoraConfig(r=2, target_modules=["up_proj"]))
+    with pytest.raises(DraftError, match="stored as float8_e4m3fn"):
+        merged(adapted)
+
+
+def test_a_quantised_targets_settings_do_not_stick_to_plain_students(tmp_path):
+    target = make_target()
+    target.model.config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    target = Target.from_model(target.model, make_tokenizer(), "quantised")
+    for settings, layers in (({}, KEPT), ({"student": "fresh", "hidden_size": 16}, None)):
+        student = build_student(DraftConfig(**settings), target, layers)
+        plain = KdDraft(student, name="small").attach(target).plain_model(torch.float32)
+        plain.save_pretrained(tmp_path)
+        assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert target.model.config.quantization_config  # The target's own stays.
 
 
 def test_layers_of_several_makes_are_refused():
@@ -263,11 +317,9 @@ def test_a_sibling_trains_whole_with_the_targets_vocabulary(sibling):
     assert torch.allclose(student(tokens()).logits, expected, atol=1e-5)
 
 
-def test_a_sibling_can_lose_layers_and_keep_its_tables_frozen(sibling):
+def test_a_sibling_can_keep_its_tables_frozen(sibling):
     target = make_target("Llama", make_tokenizer())
-    settings = DraftConfig(init_from=str(sibling), num_hidden_layers=2, choose_layers="even", train_embeddings=False)
-    student = build_student(settings, target)
-    assert student.config.num_hidden_layers == 2
+    student = build_student(DraftConfig(init_from=str(sibling), train_embeddings=False), target)
     assert trained(student) == {name for name, _ in student.named_parameters() if is_body(name)}
 
 
@@ -275,6 +327,8 @@ def test_a_sibling_of_another_tokenizer_or_none_is_refused(sibling, tmp_path):
     other = make_target("Llama", make_tokenizer(specials=("<pad>", "<bos>", "<eos>", "<end>")))
     with pytest.raises(DraftError, match=r"id 3 is '<\|im_end\|>' in the draft and '<end>' in the target"):
         build_student(DraftConfig(init_from=str(sibling)), other)
+    with pytest.raises(DraftError, match="another tokenizer"):
+        check_student(DraftConfig(init_from=str(sibling)), other)
     with pytest.raises(DraftError, match="draft.init_from is not given"):
         build_student(DraftConfig(student="sibling"), other)
 

@@ -1,16 +1,19 @@
 """The directory of a small draft: what engines load is the trained model, padded, in the dtype asked for."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from drafttrain.drafts.base import DraftError
+from drafttrain.drafts.loading import load_draft
 from drafttrain.export.base import ExportError
 from drafttrain.export.folder import export_draft, save_draft
 from drafttrain.export.serve import check_engine, serve_command
-from tests.tiny_models import V
+from tests.tiny_models import V, make_model, save
 from tests.tiny_students import IDS, make_target, trained
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -70,15 +73,62 @@ def test_numbers_that_do_not_fit_the_dtype_are_named(target, tmp_path):
 
 
 def test_other_folders_are_left_alone(target, tmp_path):
-    save_draft(trained(target), target, tmp_path / "draft", torch.float32)
+    save_draft(trained(target, IDS), target, tmp_path / "draft", torch.float32)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "notes.txt").write_text("mine")
     with pytest.raises(ExportError, match="holds notes.txt"):
         export_draft(tmp_path / "draft", target, tmp_path / "export")
     assert (tmp_path / "export" / "notes.txt").read_text() == "mine"
     (tmp_path / "export" / "notes.txt").unlink()
-    for _ in range(2):
-        assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+    assert (tmp_path / "export" / "draft_ids.json").exists()
+    (tmp_path / "draft" / "draft_ids.json").unlink()
+    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+    assert not (tmp_path / "export" / "draft_ids.json").exists()
+
+
+def test_another_padding_leaves_as_it_was_evaluated(target, tmp_path):
+    """A small model from elsewhere, of more rows, in float16, which CPUs do not load."""
+    torch.manual_seed(3)
+    wide = make_model("Qwen3", vocab_size=128, num_hidden_layers=2, max_position_embeddings=256)
+    save(tmp_path / "hub", wide.half(), target.tokenizer)
+    export_draft(tmp_path / "hub", target, tmp_path / "export")
+    with safe_open(tmp_path / "export" / "model.safetensors", "pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found["model.embed_tokens.weight"].shape[0] == V
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["vocab_size"] == V
+    stored = dict(wide.named_parameters())
+    assert all(tensor.dtype == torch.float16 for tensor in found.values())
+    assert all(torch.equal(tensor, stored[name][: len(tensor)]) for name, tensor in found.items())
+    with pytest.raises(ExportError, match=r"holds torch.float16 weights and no fp32 masters"):
+        export_draft(tmp_path / "hub", target, tmp_path / "narrow", torch.bfloat16)
+    assert not (tmp_path / "narrow").exists()
+
+
+def test_masters_of_another_draft_are_refused(target, tmp_path):
+    save_draft(trained(target), target, tmp_path / "draft", torch.bfloat16)
+    save_draft(trained(target, layers=(0, 1, 2, 7)), target, tmp_path / "other", torch.bfloat16)
+    shutil.copy(tmp_path / "other" / "master" / "model.safetensors", tmp_path / "draft" / "master")
+    with pytest.raises(ExportError, match=r"holds model\.layers\.3\..*does not have"):
+        export_draft(tmp_path / "draft", target, tmp_path / "export", torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", "config.json cannot be read as JSON"),
+        ("drafttrain.json", "[]", "drafttrain.json holds a JSON list"),
+        ("draft_ids.json", "[3, 2]", "not a draft vocabulary"),
+        ("draft_ids.json", '["a"]', "not a draft vocabulary"),
+        ("draft_ids.json", "[1, 99]", "not a draft vocabulary"),
+        ("draft_ids.json", "", "not a draft vocabulary"),
+    ],
+)
+def test_broken_files_of_a_draft_are_named(target, tmp_path, name, content, message):
+    save_draft(trained(target), target, tmp_path / "draft", torch.float32)
+    (tmp_path / "draft" / name).write_text(content)
+    with pytest.raises(DraftError, match=message):
+        load_draft(tmp_path / "draft", target)
 
 
 def test_commands_of_the_engines(target):
@@ -86,6 +136,9 @@ def test_commands_of_the_engines(target):
     gemma = serve_command("vllm", make_target("Gemma3"), "out", 4, "kd")
     assert "--model-impl" not in gemma and "--disable-hybrid-kv-cache-manager" in gemma
     assert "--disable-hybrid" not in serve_command("vllm", make_target("Llama"), "out", 4, "kd")
+    mistral = make_target("Mistral")
+    mistral.config.sliding_window = None
+    assert "--disable-hybrid" not in serve_command("vllm", mistral, "out", 4, "kd")
     assert "--speculative-algorithm STANDALONE" in serve_command("sglang", target, "out", 4, "kd")
     assert 'assistant_model="out"' in serve_command("transformers", target, "out", 4, "kd")
     assert "-md draft.gguf" in serve_command("llama.cpp", target, "out", 4, "kd")

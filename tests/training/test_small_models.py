@@ -162,12 +162,12 @@ def test_mixed_losses_are_the_weighted_sum(tmp_path) -> None:
     assert mixed == pytest.approx(0.7 * first["forward_kl"] + 0.3 * first["next_token"], rel=1e-4)
 
 
-@pytest.mark.parametrize("source", ["store", "topk"])
-def test_what_the_draft_wrote_is_scored_by_the_target_itself(tmp_path, source) -> None:
+@pytest.mark.parametrize("features", [{"source": "store"}, {"source": "topk", "top_k": 99}], ids=["store", "topk"])
+def test_what_the_draft_wrote_is_scored_by_the_target_itself(tmp_path, features) -> None:
     """Stored teachers know nothing of it; with the same draws the trajectory is that of an online teacher."""
     options = {"on_policy": {"share": 1.0, "max_new_tokens": 8}, "max_steps": 4}
     online = trained(tmp_path, "online", **options)
-    stored = trained(tmp_path, "stored", features={"source": source, "top_k": 99}, **options)
+    stored = trained(tmp_path, "stored", features=features, **options)
     assert losses(online) == pytest.approx(losses(stored), abs=1e-4)
 
 

@@ -461,6 +461,24 @@ def test_the_gate_stops_a_draft_whose_features_are_of_a_wrong_scale(tmp_path, na
         start_up_gate(trainer.model, recipe, prepared, trainer.sources["train"], said.append)
 
 
+def test_the_gate_looks_at_a_batch_where_the_draft_is(tmp_path) -> None:
+    recipe = make_recipe(tmp_path)
+    run = open_run(tmp_path / "run", recipe)
+    trainer, prepared = make_trainer(recipe, run, make_target(recipe))
+    seen = []
+
+    class Elsewhere(torch.nn.Linear):
+        draft_vocab_size, start_limit = 60, 9.0
+
+        def calibrate(self, batch) -> float:
+            values = [value for value in vars(batch).values() if value is not None]
+            seen.extend(value.device.type for value in values)
+            return 1.0
+
+    start_up_gate(Elsewhere(2, 2, device="meta"), recipe, prepared, trainer.sources["train"], quiet)
+    assert len(seen) > 5 and set(seen) == {"meta"}
+
+
 # The overfit gate: what is learned by heart is accepted by the loop.
 
 
