@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from drafttrain.cli_common import AsJson, console_for, say_for
+from drafttrain.cli_common import AsJson, console_for, say_for, served_target
 from drafttrain.cli_measure import register as register_measuring
 from drafttrain.cli_plan import register as register_planning
 from drafttrain.errors import UserError
@@ -172,7 +172,7 @@ def export(
     target: Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float16; default: as evaluated.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder to write. Default: <run>/export/<engine>.")] = None,
-    k: Annotated[int, typer.Option(help="Drafts a round, for the serve command.", min=1)] = 3,
+    k: Annotated[int | None, typer.Option(help="Drafts a round. Default: 3, or all Medusa heads.", min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the directory that serving engines load, and print the serve command.
@@ -185,7 +185,6 @@ def export(
     from drafttrain.export.base import ExportError
     from drafttrain.export.folder import export_draft
     from drafttrain.export.serve import check_engine, serve_command
-    from drafttrain.target import load_target
 
     say = say_for(as_json)
     run = RunFolder(source)
@@ -194,17 +193,22 @@ def export(
         raise ExportError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
     engine = engine or (recipe.export.engine if recipe else "vllm")
     draft_folder = find_draft(source)
-    check_engine(engine, draft_method(draft_folder), draft_folder)
+    method = draft_method(draft_folder)
+    check_engine(engine, method, draft_folder)
+    if k is None and method != "medusa":
+        k = 3
     if dtype is not None and dtype not in DTYPES:
         raise ExportError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    loaded = load_target(target) if target else load_target(**recipe.target.model_dump())
+    loaded = served_target(run, recipe, target)
     # Not in a folder that has a hub id's name: the id would then mean that folder.
     home = source if source.exists() else Path("checkpoints") / source.name
     folder = output or home / "export" / engine
-    method = export_draft(draft_folder, loaded, folder, DTYPES[dtype] if dtype else None, k)
+    k = export_draft(draft_folder, loaded, folder, DTYPES[dtype] if dtype else None, k, engine)
     command = serve_command(engine, loaded, folder, k, method)
     if as_json:
         print(json.dumps({"folder": str(folder), "engine": engine, "command": command}))
+    if method == "medusa" and engine == "vllm" and k > 1:
+        say(f"all {k} heads draft; with fewer num_speculative_tokens vLLM builds the first ones alone")
     say(f"draft for {engine} in {folder}. Next: {command or 'load the folder in the engine as its draft'}")
 
 

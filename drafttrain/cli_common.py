@@ -33,23 +33,41 @@ def open_source(source: str, target: str | None):
     """(run folder, recipe or None, loaded target)."""
     from drafttrain.data.run_folder import RunFolder
     from drafttrain.evaluate.report import EvaluationError
-    from drafttrain.target import load_target
 
     run = RunFolder(Path(source))
     recipe = run.recipe() if run.recipe_file.exists() else None
     if recipe is None and target is None:
         raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
-    return run, recipe, load_target(target) if target else load_target(**recipe.target.model_dump())
+    return run, recipe, served_target(run, recipe, target)
+
+
+def served_target(run, recipe, target: str | None):
+    """The loaded target that a run's draft is served with: the one that is named, that which was tuned together with
+    the draft (Medusa-2; a line on stderr says so), or the recipe's.
+    """
+    from drafttrain.drafts.base import tuned_words
+    from drafttrain.drafts.loading import load_served
+    from drafttrain.target import load_target
+
+    if target:
+        return load_target(target)
+    tuned = tuned_words(run.draft)
+    if tuned:
+        say_for(True)(f"the draft is {tuned}")
+    return load_served(recipe.target, run.draft)
 
 
 def training_rows(recipe, run, target, say) -> list:
     """The token ids a run was trained on; none, with a note, where they are not at hand."""
     from drafttrain.data.conversations import DataError
-    from drafttrain.data.prepare import load_prepared
+    from drafttrain.data.prepare import load_prepared, prepared_rows
+    from drafttrain.drafts.base import tuned_target
 
     if recipe is None:
         return []
     try:
+        if tuned_target(run.draft) is not None:  # The rows belong to the target that it was tuned from.
+            return [row["input_ids"] for row in prepared_rows(run, "train")]
         return [row["input_ids"] for row in load_prepared(recipe, run, target).rows["train"]]
     except DataError as error:
         say(f"note: the training data is not at hand, overlap is not measured ({error})")

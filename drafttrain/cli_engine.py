@@ -38,7 +38,8 @@ def evaluate_engine(
     from drafttrain.drafts.loading import draft_method, find_draft
     from drafttrain.evaluate.engine_run import evaluate_in_vllm, evaluate_served
     from drafttrain.evaluate.report import check_writable, print_table, write_report
-    from drafttrain.export.serve import VLLM_WITHOUT_HOOKS
+    from drafttrain.export.medusa import check_target
+    from drafttrain.export.serve import VLLM_WITHOUT_HOOKS, check_engine
 
     say = say_for(as_json)
     run = RunFolder(Path(source))
@@ -57,7 +58,12 @@ def evaluate_engine(
         report = evaluate_served(url, source, name, settings, recipe=recipe, say=say, **options)
     else:
         run, recipe, loaded = open_source(source, target)
-        hooks = draft_method(find_draft(source)) == "eagle3" and loaded.config.model_type in VLLM_WITHOUT_HOOKS
+        draft = find_draft(source)
+        method = draft_method(draft)
+        check_engine("vllm", method, draft)
+        if method == "medusa":
+            check_target(loaded)
+        hooks = method == "eagle3" and loaded.config.model_type in VLLM_WITHOUT_HOOKS
         impl = "transformers" if hooks else "auto"
         rows = training_rows(recipe, run, loaded, say)
         options = {"python": python, "model_impl": impl, "recipe": recipe, "training_rows": rows, "say": say}

@@ -93,7 +93,10 @@ class Recipe(Section):
         if isinstance(value.get("target"), str):
             value["target"] = {"name_or_path": value["target"]}
         data = value.get("data")
-        if value.get("method") == "kd" and isinstance(data, Mapping) and "draft_vocab" not in data:
+        draft = value.get("draft")
+        own_heads = isinstance(draft, Mapping) and draft.get("own_heads") is True
+        whole = value.get("method") == "kd" or (value.get("method") == "medusa" and own_heads)
+        if whole and isinstance(data, Mapping) and "draft_vocab" not in data:
             value["data"] = {**data, "draft_vocab": None}  # Engines serve small models with the whole vocabulary.
         return value
 

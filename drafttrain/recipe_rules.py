@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-SMALL_MODEL = ("student", "num_hidden_layers", "keep_layers", "choose_layers", "train_embeddings", "lora")
+SMALL_MODEL = ("student", "keep_layers", "choose_layers", "train_embeddings", "lora")
+MEDUSA = ("num_heads", "own_heads", "sequential", "tree_nodes")
+MEDUSA_2 = ("target_learning_rate", "anchor", "warmup_heads_steps")
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 ENGINES = {
     "eagle3": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
+    "medusa": ("vllm", "tensorrt-llm"),
     "kd": ("vllm", "sglang", "transformers", "llama.cpp"),
 }
 """Which engines serve each kind of draft."""
@@ -24,6 +27,9 @@ def contradictions(recipe) -> Iterator[str]:
         yield from _small_model(recipe)
     else:
         yield from _heads(recipe)
+    if recipe.method != "medusa" or recipe.draft.lora is None:
+        for name in _changed(recipe.training, MEDUSA_2):
+            yield f"training.{name}: is for Medusa heads that tune the target; expected method medusa with draft.lora"
     engine, served = recipe.export.engine, ENGINES.get(recipe.method)
     if served and engine not in served:
         yield f"export.engine: found {engine!r}, expected one of {', '.join(served)} for method {recipe.method}"
@@ -39,7 +45,14 @@ def _changed(section: BaseModel, names: tuple[str, ...]) -> list[str]:
 def _heads(recipe) -> Iterator[str]:
     """Methods that draft from the target's own features."""
     for name in _changed(recipe.draft, SMALL_MODEL):
+        if name == "lora" and recipe.method == "medusa":
+            continue
         yield f"draft.{name}: found {getattr(recipe.draft, name)!r}, which is for method kd; this is {recipe.method}"
+    if recipe.method == "medusa":
+        yield from _medusa(recipe)
+    else:
+        for name in _changed(recipe.draft, ("num_hidden_layers", *MEDUSA)):
+            yield f"draft.{name}: found {getattr(recipe.draft, name)!r}; method {recipe.method} has no such choice"
     for name in _changed(recipe.training, ("temperature", "on_policy")):
         yield f"training.{name}: only method kd has it; this is {recipe.method}"
     if recipe.features.source == "topk":
@@ -50,6 +63,30 @@ def _heads(recipe) -> Iterator[str]:
         yield f"evaluation.quantize: only small models (method kd) are quantised; this is {recipe.method}"
 
 
+def _medusa(recipe) -> Iterator[str]:
+    for name in (*_changed(recipe.draft, SHAPE), *_changed(recipe.draft, ("norm_before_residual", "init_from"))):
+        yield f"draft.{name}: Medusa heads are as wide as the target and have no attention; leave it out"
+    if recipe.training.ttt_steps != type(recipe.training).model_fields["ttt_steps"].default:
+        yield "training.ttt_steps: heads are not unrolled; expected draft.num_heads"
+    if recipe.features.layers is not None:
+        yield "features.layers: Medusa heads read the last hidden state alone; leave it out"
+    if recipe.draft.own_heads and recipe.data.draft_vocab is not None:
+        yield "draft.own_heads: engines read a smaller data.draft_vocab with the shared head only; expected one of them"
+    if recipe.export.engine == "tensorrt-llm" and (recipe.draft.sequential or recipe.data.draft_vocab is not None):
+        yield (
+            "export.engine: tensorrt-llm reads plain Medusa heads over the whole vocabulary; expected vllm, or "
+            "data.draft_vocab null and draft.sequential false"
+        )
+    if recipe.draft.tree_nodes and not recipe.data.validation:
+        yield "draft.tree_nodes: the tree is calibrated on data.validation, which is empty; expected some, or no nodes"
+    steps, warmup = recipe.training.max_steps, recipe.training.warmup_heads_steps
+    if recipe.draft.lora is not None and 0 < steps <= warmup:
+        yield f"training.warmup_heads_steps: found {warmup} of training.max_steps {steps}; expected fewer"
+    tree = recipe.evaluation.tree
+    if tree is not None and tree.paths is None:
+        yield "evaluation.tree: Medusa heads do not know the path that a growing tree follows; expected tree.paths"
+
+
 def _small_model(recipe) -> Iterator[str]:
     draft, training = recipe.draft, recipe.training
     student = student_kind(draft)
@@ -57,8 +94,8 @@ def _small_model(recipe) -> Iterator[str]:
         yield "features.layers: a small model reads no hidden states of the target; leave it out"
     for name in _changed(training, ("ttt_steps", "step_decay")):
         yield f"training.{name}: a small model is not unrolled; leave it out"
-    if draft.norm_before_residual:
-        yield "draft.norm_before_residual: a small model has no such switch; leave it out"
+    for name in _changed(draft, ("norm_before_residual", *MEDUSA)):
+        yield f"draft.{name}: a small model has no such switch; leave it out"
     if recipe.evaluation.tree is not None:
         yield "evaluation.tree: small models draft chains only; leave it out"
     if training.temperature != 1 and (recipe.data.draft_vocab is not None or recipe.features.source == "topk"):

@@ -124,7 +124,9 @@ class DataConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on a small model's linear layers (peft), merged into its weights when it is written."""
+    """Low-rank adapters on the linear layers of a small model or, for method medusa, of the target itself (peft),
+    merged into its weights when it is written.
+    """
 
     r: Count = 16
     alpha: Count = 32
@@ -134,6 +136,11 @@ class LoraConfig(Section):
 
 class DraftConfig(Section):
     """Shape of the draft. None takes the target's own value. `init_from` is a checkpoint to start from.
+
+    Medusa: `num_heads` (None: 4) of `num_hidden_layers` residual layers each (None: 1); `own_heads`: a vocabulary
+    matrix for each instead of the target's; `sequential`: heads that read the tokens drafted before them;
+    `tree_nodes`: of the tree calibrated on validation data (None: at most 32, as many as pay here; 0: no tree);
+    `lora`: tune the target with the heads (Medusa-2), which is then served in the place of the unchanged one.
 
     Small models (method kd): `student` is the target with some layers left out (pruned; `keep_layers`, or how many
     and how to choose them), a narrow new model (fresh), or an existing one of the same vocabulary (sibling).
@@ -150,6 +157,10 @@ class DraftConfig(Section):
     num_attention_heads: Count | None = None
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
+    num_heads: Annotated[int, Field(ge=1, le=16)] | None = None
+    own_heads: bool = False
+    sequential: bool = False
+    tree_nodes: Annotated[int, Field(ge=0, le=1024)] | None = None
     norm_before_residual: bool = False
     init_from: Text | None = None
 
@@ -190,12 +201,19 @@ class OnPolicyConfig(Section):
 
 
 class TrainingConfig(Section):
-    """Names and meanings of transformers.TrainingArguments, except the batch, which is counted in tokens."""
+    """Names and meanings of transformers.TrainingArguments, except the batch, which is counted in tokens.
+
+    Medusa-2 (draft.lora): `target_learning_rate` of the adapters on the target (None: a tenth of learning_rate), after
+    `warmup_heads_steps` in which the heads alone learn; `anchor`: weight of the KL to the unchanged target.
+    """
 
     num_train_epochs: Positive = 3.0
     max_steps: Annotated[int, Field(ge=-1)] = -1
     max_minutes: Positive | None = None
     learning_rate: Positive = 1e-4
+    target_learning_rate: Positive | None = None
+    anchor: NonNegative = 1.0
+    warmup_heads_steps: Natural = 100
     warmup_steps: Natural = 100
     lr_scheduler_type: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     decay_fraction: Ratio = 0.2

@@ -2,7 +2,8 @@
 
     python scripts/bench_vllm.py --draft checkpoints/demo/export/vllm --output bench_vllm.json
 
-The draft is an EAGLE-3 export (defaults: 64 prompts x 64 tokens, K = 3) or a small model's folder (32 x 48, K = 4).
+The draft is an EAGLE-3 export (defaults: 64 prompts x 64 tokens, K = 3), Medusa heads (64 x 64, K = all heads) or a
+small model's folder (32 x 48, K = 4).
 Both sides ignore stop tokens and count accepted drafts per round that drafted (vLLM's num_drafts). Agreement: the 95%
 interval (bootstrap over prompts, paired) of the relative difference of the acceptance length lies within +-5%, and
 each position's acceptance within +-.04. The declaration is written before anything is measured; an existing output is
@@ -30,6 +31,7 @@ from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import prompt_ids
 from drafttrain.drafts.base import Proposer
 from drafttrain.drafts.loading import draft_method, find_draft
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.agreement import (
     CRITERION,
     agreement,
@@ -40,12 +42,25 @@ from drafttrain.evaluate.agreement import (
 )
 from drafttrain.evaluate.engine_settings import VLLM_METHODS
 from drafttrain.evaluate.engines import EngineDraft, EngineError, evaluate_vllm
-from drafttrain.export.serve import VLLM_WITHOUT_HOOKS
+from drafttrain.export.base import ExportError
+from drafttrain.export.medusa import check_target
+from drafttrain.export.serve import VLLM_WITHOUT_HOOKS, check_engine
 from drafttrain.target import Target, load_target
 
 SEED = 1
 DEFAULTS = {"kd": {"prompts": 32, "max_new_tokens": 48, "k": 4}}
 OTHERWISE = {"prompts": 64, "max_new_tokens": 64, "k": 3}
+
+
+def defaults(method: str, folder: Path, k: int | None) -> dict[str, int]:
+    """The declared size where nothing is given; ExportError for drafts that vLLM does not serve, or not k of them."""
+    check_engine("vllm", method, folder)
+    if method != "medusa":
+        return DEFAULTS.get(method, OTHERWISE)
+    heads = MedusaConfig.load(folder).num_heads
+    if k is not None and k > heads:
+        raise ExportError(f"--k is {k} and the draft has {heads} heads. Expected at most as many. Mend: a smaller --k")
+    return OTHERWISE | {"k": heads}
 
 
 def measure_ours(target: Target, prompts, proposer: Proposer | None, k: int, count: int, label: str) -> dict[str, list]:
@@ -131,9 +146,11 @@ def main(
     folder = find_draft(draft)
     method = draft_method(folder)
     given = {"prompts": prompts, "max_new_tokens": max_new_tokens, "k": k}
-    size = DEFAULTS.get(method, OTHERWISE) | {name: value for name, value in given.items() if value is not None}
+    size = defaults(method, folder, k) | {name: value for name, value in given.items() if value is not None}
     k, count = size["k"], size["max_new_tokens"]
     loaded = load_target(target or str(demo_target().folder), dtype=dtype)
+    if method == "medusa":
+        check_target(loaded)
     proposer = proposer_as_served(folder, loaded)
     declared = {
         "target": {"name": loaded.title, "fingerprint": loaded.fingerprint},

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from drafttrain.drafts.base import DraftError
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.agreement import columns, decode_one, proposer_as_served
+from drafttrain.export.base import ExportError
 from drafttrain.target import load_target
 from tests.load_script import load_script
 from tests.tiny_drafts import make_draft
-from tests.tiny_models import make_model, save
+from tests.tiny_models import V, make_model, save
 
 PROMPTS = [[1, 9, 30, 12, 55], [1, 17, 40], [1, 60, 61, 62, 63, 8, 21]]
 K, COUNT = 3, 14
@@ -111,6 +113,20 @@ def test_an_eagle_draft_cannot_assist(tmp_path):
     with pytest.raises(DraftError, match="of kind eagle3; transformers assists with whole small models only"):
         assisted.main(tmp_path / "eagle", target=str(target.folder), output=tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+def test_the_size_of_a_run_in_vllm(tmp_path):
+    """Medusa heads: all of them unless fewer are asked for; what vLLM does not serve is refused first."""
+    defaults = load_script("bench_vllm").defaults
+    for name, sequential in (("plain", False), ("sequential", True)):
+        (tmp_path / name).mkdir()
+        MedusaConfig(32, V, 20, 2, sequential=sequential).save(tmp_path / name, torch.float32)
+    assert defaults("medusa", tmp_path / "plain", None) == {"prompts": 64, "max_new_tokens": 64, "k": 2}
+    assert defaults("eagle3", tmp_path / "plain", 7)["k"] == 3 and defaults("kd", tmp_path / "plain", None)["k"] == 4
+    with pytest.raises(ExportError, match="--k is 3 and the draft has 2 heads"):
+        defaults("medusa", tmp_path / "plain", 3)
+    with pytest.raises(ExportError, match="sequential heads"):
+        defaults("medusa", tmp_path / "sequential", None)
 
 
 def test_texts_are_compared_whatever_holds_them():

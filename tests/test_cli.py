@@ -12,8 +12,11 @@ import torch
 
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.evaluate import runner
+from drafttrain.export.folder import save_draft
+from drafttrain.target import load_target
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
+from tests.tiny_medusa import make_heads
 from tests.training.tiny_run import (
     make_recipe,
     prompt_rows,
@@ -194,12 +197,6 @@ def test_no_recipe_at_all(cli, tmp_path) -> None:
     assert left(tmp_path) == {"empty"}
 
 
-def test_a_method_that_is_not_built(cli, tmp_path) -> None:
-    run = tmp_path / "run"
-    fails(cli("train", broken(tmp_path, method="medusa"), "--output", run), "method is 'medusa'")
-    assert not (run / "draft").exists() and not list(run.glob("checkpoint-*"))
-
-
 # A run folder.
 
 
@@ -282,6 +279,39 @@ def test_an_unknown_engine_or_dtype(cli, trained) -> None:
     assert not (trained / "run" / "export").exists()
 
 
+def heads_of(target: Path, folder: Path, **choices) -> Path:
+    """The draft folder of three Medusa heads."""
+    loaded = load_target(str(target), dtype="float32")
+    save_draft(make_heads(loaded, **choices), loaded, folder, torch.float32)
+    return folder
+
+
+def test_medusa_heads_are_exported_and_all_drafted_with(cli, trained, tmp_path) -> None:
+    draft, out = heads_of(trained / "target", tmp_path / "draft"), tmp_path / "out"
+    call = ("export", draft, "--target", trained / "target", "--output", out, "--json")
+    for options, k in (((), 3), (("--k", "2"), 2)):
+        status, text, err = cli(*call, *options)
+        assert status == 0, err
+        spec = f'{{"method": "medusa", "model": "{out}", "num_speculative_tokens": {k}}}'
+        assert f"--speculative-config '{spec}'" in json.loads(text)["command"]
+        assert json.loads((out / "config.json").read_text())["num_heads"] == k
+    status, text, err = cli(*call[:-1])
+    assert status == 0 and "all 3 heads draft; with fewer num_speculative_tokens" in text, err
+    status, text, err = cli(*call, "--engine", "tensorrt-llm")
+    assert status == 0 and json.loads(text)["command"] is None, err
+    assert left(out) == {"config.json", "medusa_lm_head.safetensors", "drafttrain.json"}
+    fails(cli(*call, "--k", "4"), "--k is 4 and the draft has 3 heads", "Mend:")
+    fails(cli(*call, "--engine", "sglang"), "expected one of vllm, tensorrt-llm for method medusa")
+
+
+def test_sequential_heads_go_to_no_engine(cli, trained, tmp_path) -> None:
+    draft, out = heads_of(trained / "target", tmp_path / "draft", sequential=True), tmp_path / "out"
+    for options in (("export",), ("export", "--engine", "tensorrt-llm"), ("evaluate", "--engine", "vllm")):
+        call = (*options, draft, "--target", trained / "target", "--output", out)
+        fails(cli(*call), "sequential heads", "no engine serves", "Mend:")
+    assert not out.exists()
+
+
 def test_the_public_evaluation_refuses_k_of_zero_itself() -> None:
     with pytest.raises(runner.EvaluationError, match="expected numbers from 1 on"):
         runner.evaluate(None, {}, [[1, 2]], k=[0], ngram=False)
@@ -314,10 +344,9 @@ def test_accelerate_launch_trains(tmp_path, where, script) -> None:
 
 
 def test_the_script_refuses_a_recipe_of_another_method(tmp_path) -> None:
-    recipe = broken(tmp_path, method="medusa")
-    done = launch(SCRIPT, recipe, "--output", tmp_path / "run")
+    done = launch("scripts/train_medusa.py", broken(tmp_path), "--output", tmp_path / "run")
     assert done.returncode == 1
-    assert "error: " in done.stderr and "this script trains eagle3" in done.stderr
+    assert "error: " in done.stderr and "this script trains medusa" in done.stderr
 
 
 def test_two_processes_train_as_one_with_twice_the_accumulation(tmp_path) -> None:

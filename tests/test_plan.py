@@ -11,8 +11,8 @@ import transformers
 from rich.console import Console
 
 import drafttrain.plan
-from drafttrain.drafts.small_model import SmallModelProposer
 from drafttrain.drafts.fresh_student import spread
+from drafttrain.drafts.small_model import SmallModelProposer
 from drafttrain.drafts.students import build_student
 from drafttrain.evaluate.cost import CostModel
 from drafttrain.evaluate.roofline import RooflineError, shape_of

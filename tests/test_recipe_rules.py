@@ -25,6 +25,34 @@ def lines_of(method: str, **sections) -> list[str]:
         ("eagle3", {"training": {"loss": {"forward_kl": 0.5, "next_token": 0.5}}}, "training.loss"),
         ("eagle3", {"features": {"source": "topk"}}, "features.source"),
         ("eagle3", {"evaluation": {"quantize": "int8"}}, "evaluation.quantize"),
+        ("eagle3", {"draft": {"num_heads": 4}}, "draft.num_heads"),
+        ("eagle3", {"draft": {"own_heads": True}}, "draft.own_heads"),
+        ("eagle3", {"draft": {"sequential": True}}, "draft.sequential"),
+        ("medusa", {"draft": {"hidden_size": 64}}, "draft.hidden_size"),
+        ("medusa", {"draft": {"head_dim": 8}}, "draft.head_dim"),
+        ("medusa", {"draft": {"norm_before_residual": True}}, "draft.norm_before_residual"),
+        ("medusa", {"draft": {"init_from": "a/b"}}, "draft.init_from"),
+        ("medusa", {"draft": {"student": "pruned"}}, "draft.student"),
+        ("medusa", {"draft": {"own_heads": True}, "data": {"draft_vocab": 4096}}, "draft.own_heads"),
+        ("medusa", {"training": {"ttt_steps": 3}}, "training.ttt_steps"),
+        ("medusa", {"training": {"temperature": 2.0}}, "training.temperature"),
+        ("medusa", {"training": {"on_policy": {}}}, "training.on_policy"),
+        ("medusa", {"training": {"loss": "next_token"}}, "training.loss"),
+        ("medusa", {"features": {"layers": [2, 4, 5]}}, "features.layers"),
+        ("medusa", {"features": {"source": "topk"}}, "features.source"),
+        ("medusa", {"evaluation": {"tree": {}}}, "evaluation.tree"),
+        ("medusa", {"evaluation": {"quantize": "int8"}}, "evaluation.quantize"),
+        ("medusa", {"export": {"engine": "sglang"}}, "export.engine"),
+        ("medusa", {"export": {"engine": "llama.cpp"}}, "export.engine"),
+        ("medusa", {"export": {"engine": "tensorrt-llm"}}, "export.engine"),
+        (
+            "medusa",
+            {"export": {"engine": "tensorrt-llm"}, "data": {"draft_vocab": None}, "draft": {"sequential": True}},
+            "export.engine",
+        ),
+        ("kd", {"draft": {"num_heads": 4}}, "draft.num_heads"),
+        ("kd", {"draft": {"own_heads": True}}, "draft.own_heads"),
+        ("kd", {"draft": {"sequential": True}}, "draft.sequential"),
         ("kd", {"features": {"layers": [2, 4, 5]}}, "features.layers"),
         ("kd", {"training": {"ttt_steps": 3}}, "training.ttt_steps"),
         ("kd", {"training": {"step_decay": 0.5}}, "training.step_decay"),
@@ -55,13 +83,29 @@ def test_a_contradiction_is_one_line_with_its_key(method, sections, key) -> None
     assert line.startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"draft": {"num_heads": 5, "num_hidden_layers": 2, "sequential": True}},
+        {"draft": {"own_heads": True}, "data": {"draft_vocab": None}},
+        {"training": {"step_decay": 0.7, "loss": "cross_entropy"}},
+        {"evaluation": {"tree": {"paths": [[0], [1], [0, 0]]}}},
+        {"export": {"engine": "tensorrt-llm"}, "data": {"draft_vocab": None}},
+    ],
+)
+def test_what_medusa_heads_may_be(sections) -> None:
+    data = {**DATA, **sections.pop("data", {})}
+    assert parse_recipe({"method": "medusa", "target": "x/y", "data": data, **sections}).method == "medusa"
+
+
 def test_all_contradictions_are_told_at_once() -> None:
     lines = lines_of("kd", draft={"student": "fresh", "init_from": "a/b"}, training={"ttt_steps": 3})
     assert [line.split(":")[0] for line in lines] == ["training.ttt_steps", "draft.init_from", "draft.hidden_size"]
 
 
 def test_a_saved_recipe_of_each_method_loads_again(tmp_path) -> None:
-    for method in ("eagle3", "kd"):
+    for method in ("eagle3", "medusa", "kd"):
         recipe = parse_recipe({"method": method, "target": "x/y", "data": DATA})
         save_recipe(recipe, tmp_path / "recipe.yaml")
         assert load_recipe(tmp_path / "recipe.yaml").model_dump()["draft"] == recipe.model_dump()["draft"]
@@ -73,4 +117,6 @@ def test_small_models_keep_the_whole_vocabulary_unless_asked() -> None:
 
     assert size("kd") is None
     assert size("kd", draft_vocab=4096) == 4096
-    assert size("eagle3") == 32000
+    assert size("eagle3") == size("medusa") == 32000
+    own = {"method": "medusa", "target": "x/y", "data": DATA, "draft": {"own_heads": True}}
+    assert parse_recipe(own).data.draft_vocab is None

@@ -71,15 +71,15 @@ def online_source(recipe: Recipe, target: Target, layers: list[int]) -> OnlineFe
 
 
 def needs_statistics(recipe: Recipe) -> bool:
-    """Whether the full vocabulary's log-sum-exp and argmax are taken with the features: a small model that drafts every
-    word finds them in its own loss.
+    """Whether the full vocabulary's log-sum-exp and argmax are taken with the features: a draft of every word finds
+    them in its own loss.
     """
-    return recipe.method != "kd" or recipe.data.draft_vocab is not None
+    return recipe.method == "eagle3" or recipe.data.draft_vocab is not None
 
 
 def feature_layers(recipe: Recipe, target: Target) -> list[int]:
-    """The hs[k] of the recipe, or the default three; none for a small model. TargetError where they do not fit."""
-    if recipe.method == "kd":
+    """The hs[k] of the recipe, or the default three; none for other methods. TargetError where they do not fit."""
+    if recipe.method != "eagle3":
         return []
     if recipe.features.layers is None:
         return default_feature_layers(target.num_layers)
@@ -117,6 +117,14 @@ def load_prepared(recipe: Recipe, run: RunFolder, target: Target) -> Prepared:
     if not (run.prepared / "manifest.json").exists():
         raise DataError(f"{run.path}: nothing is prepared; run `drafttrain prepare` first")
     return prepare(recipe, run, target, say=lambda message: None)
+
+
+def prepared_rows(run: RunFolder, split: str) -> list[dict]:
+    """The rows of a split as `prepare` left them, whatever the target is now. DataError where there are none."""
+    folder = run.prepared / split
+    if not folder.exists():
+        raise DataError(f"{run.path}: {split} is not prepared; run `drafttrain prepare` first")
+    return [{"index": i, **row} for i, row in enumerate(datasets.load_from_disk(folder))]
 
 
 def _manifest(recipe: Recipe, run: RunFolder, target: Target) -> dict:
@@ -183,8 +191,7 @@ def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manife
     if facts["unsupervised_stop"]:
         cut = facts["unsupervised_stop"]
         say(f"  note: {cut} answers end without a stop token (cut by a length limit, or the data has none)")
-    loaded = datasets.load_from_disk(folder)
-    return [{"index": i, **row} for i, row in enumerate(loaded)]
+    return prepared_rows(run, split)
 
 
 def _encode(conversation: Conversation, recipe: Recipe, target: Target) -> Encoded:

@@ -19,10 +19,12 @@ from drafttrain.errors import UserError
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.nn.objective import Objective
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
-from drafttrain.nn.tree import Tree
+from drafttrain.nn.tree import StaticTree, Tree
 from drafttrain.target import Target, TargetStep
 
 GATE_NATS = 0.5
+TUNED = "target"
+"""Folder of a draft's that holds the target tuned together with it."""
 
 
 class DraftError(UserError):
@@ -150,6 +152,17 @@ class DraftLoss:
     figures: StepFigures
 
 
+@dataclass
+class ParameterGroup:
+    """Parameters that learn at `scale` times the learning rate, from optimizer step `first_step` (0, 1, ..) on, with a
+    warm-up of their own.
+    """
+
+    parameters: list[Tensor]
+    scale: float = 1.0
+    first_step: int = 0
+
+
 class Draft(nn.Module, ABC):
     """A trainable draft. Calling it IS the loss; the frozen target's tensors it uses are plain attributes, not
     state.
@@ -160,6 +173,10 @@ class Draft(nn.Module, ABC):
     draft_vocab_size: int
     objective: Objective
     """What a row's loss is; training sets it."""
+    max_k: int | None = None
+    """How deep it can draft; None: as deep as asked."""
+    tree: StaticTree | None = None
+    """The fixed tree that was calibrated for it, measured beside its chains."""
 
     @property
     @abstractmethod
@@ -172,6 +189,10 @@ class Draft(nn.Module, ABC):
         guessing.
         """
         return math.log(self.draft_vocab_size) + GATE_NATS
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Those that do not learn at the recipe's learning rate, or not from the first step on."""
+        return []
 
     def trained_state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps: the state but for frozen weights that belong to the target."""
@@ -253,16 +274,54 @@ def read_facts(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_provenance(folder: Path, target: Target) -> None:
-    """DraftError when the folder says that it was made for another tokenizer. Drafts from elsewhere say nothing and
-    pass.
+def tuned_target(folder: Path) -> Path | None:
+    """The target that was tuned together with the draft in a folder (Medusa-2), where one lies beside it."""
+    path = folder / TUNED
+    return path if (path / "config.json").exists() else None
+
+
+def tuned_facts(folder: Path) -> dict[str, Any]:
+    """Of a draft whose target was tuned with it: tuned_from (the unchanged target's name), and drift (nats) and
+    same_choice on its validation data where there was some; empty for other drafts.
     """
     path = folder / "drafttrain.json"
-    if not path.exists() or target.tokenizer is None:
+    facts = read_facts(path) if path.exists() else {}
+    if "tuned_from" not in facts:
+        return {}
+    names = {"drift": "eval_target_drift", "same_choice": "eval_target_same_choice"}
+    validation = facts.get("validation", {})
+    found = {short: validation[name] for short, name in names.items() if name in validation}
+    return {"tuned_from": facts["tuned_from"]["name"], **found}
+
+
+def tuned_words(folder: Path) -> str:
+    """Which target a draft has to be served with that was tuned together with it; empty for other drafts."""
+    facts = tuned_facts(folder)
+    if not facts:
+        return ""
+    drift = ""
+    if "drift" in facts:
+        drift = f"; on validation data {facts['drift']:.4f} nats from it, same choice at {facts['same_choice']:.1%}"
+    return f"served with {tuned_target(folder) or 'its tuned target'} ({facts['tuned_from']}, tuned with it{drift})"
+
+
+def check_provenance(folder: Path, target: Target) -> None:
+    """DraftError when the folder says that it was made for another tokenizer, or with a tuned target (Medusa-2) that is
+    not this one. Drafts from elsewhere say nothing and pass.
+    """
+    path = folder / "drafttrain.json"
+    if not path.exists():
         return
     made_for = read_facts(path)
+    unchanged = made_for.get("tuned_from")
+    if unchanged and made_for.get("target_fingerprint") != target.fingerprint:
+        who = f"the unchanged {target.name}" if unchanged["fingerprint"] == target.fingerprint else target.name
+        raise DraftError(
+            f"{folder}: these heads were trained together with a tuned {unchanged['name']}, found {who}. Expected that "
+            f"very tuned model, whose states they read. Mend: --target {tuned_target(folder) or 'RUN/draft/target'}"
+        )
     expected = made_for.get("tokenizer_sha256")
-    if expected and expected != tokenizer_hash(target.tokenizer):
+    if expected and target.tokenizer is not None and expected != tokenizer_hash(target.tokenizer):
         raise DraftError(
             f"{folder}: this draft was trained for {made_for.get('target')} with another tokenizer than "
             f"{target.name}'s. "

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from drafttrain.drafts.base import DraftError, Proposal, Stop
 from drafttrain.drafts.eagle3_proposer import Eagle3Proposer
-from drafttrain.nn.sampling import Sampling, Streams, inverse_cdf, warp
+from drafttrain.drafts.static_tree import check_width, draft_static_tree
+from drafttrain.nn.sampling import Sampling, Streams
 from drafttrain.nn.tree import DynamicTree, Tree
 from drafttrain.target import TargetStep
 
@@ -19,11 +20,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
     def __init__(self, draft, tree: Tree):
         super().__init__(draft)
         self.tree, self.max_k = tree, None if isinstance(tree, DynamicTree) else tree.depth
-        if not isinstance(tree, DynamicTree) and max(tree.ranks) >= len(self._ids):
-            raise DraftError(
-                f"the tree has {max(tree.ranks) + 1} children at one node, the draft's vocabulary {len(self._ids)} "
-                "tokens. Expected at most as many. Mend: a narrower tree."
-            )
+        if not isinstance(tree, DynamicTree):
+            check_width(tree, len(self._ids))
 
     def reserve(self, batch: int, room: int, k: int) -> None:
         """As in Proposer; the tree's own rows need room too, beyond what the target verifies."""
@@ -95,37 +93,20 @@ class Eagle3TreeProposer(Eagle3Proposer):
         return Proposal(tokens.gather(1, inside), lengths, index)
 
     def _static(self, k: Tensor) -> Proposal:
-        B, tree = len(k), self.tree
-        K = min(int(k.max()), tree.depth)
-        count = sum(depth <= K for depth in tree.depths)
-        drawn = [sum(depth <= limit for depth in tree.depths) for limit in k.tolist()]
-        draws = self._sampling.draws_drafts
-        uniforms = self._streams.uniforms(drawn, count).to(self._hidden.device) if draws else None
-        committed, device = self._cache.lengths, self._hidden.device
-        tokens = torch.zeros(B, count, dtype=torch.long, device=device)
-        q = torch.zeros(B, count, len(self._ids), device=device) if draws else None
+        tree, committed = self.tree, self._cache.lengths
         states = {-1: self._hidden[:, 0]}
         run_rows: list[int] = []
-        for level in range(K):
-            nodes = [i for i, depth in enumerate(tree.depths) if depth == level + 1]
-            parents = sorted({tree.parents[i] for i in nodes})
+
+        def logits_of(level: int, parents: list[int], tokens: Tensor) -> Tensor:
             if level:
-                family = self._family(parents, run_rows).to(device).expand(B, -1, -1)
+                family = self._family(parents, run_rows).to(tokens.device).expand(len(k), -1, -1)
                 hidden = torch.stack([states[tree.parents[i]] for i in parents], 1)
                 out = self._expand(tokens[:, parents].cpu(), hidden, level, committed, family)
-                states |= {node: out[:, j] for j, node in enumerate(parents)}
-                run_rows += parents
-            for parent in parents:
-                children = [i for i in nodes if tree.parents[i] == parent]
-                logits = self._logits(states[parent])
-                if draws:
-                    choice, first = self._draw(logits, uniforms[:, children])
-                    q[:, children] = first[:, None]
-                else:
-                    choice = logits.topk(len(children), -1).indices
-                tokens[:, children] = self._ids[choice]
-        index = torch.tensor(tree.parents[:count]).expand(B, -1)
-        return Proposal(tokens.cpu(), torch.tensor(drawn), index, q, self._ids if draws else None)
+                states.update((node, out[:, j]) for j, node in enumerate(parents))
+                run_rows.extend(parents)
+            return self._logits(torch.stack([states[parent] for parent in parents], 1))
+
+        return draft_static_tree(tree, k, logits_of, self._ids, self._sampling, self._streams)
 
     def _family(self, nodes: list[int], run_rows: list[int]) -> Tensor:
         """Who sees whom, bool [1, n, m]: nodes to run against all rows run before and with them."""
@@ -136,17 +117,3 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 seen[0, i, columns.index(node)] = True
                 node = self.tree.parents[node]
         return seen
-
-    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Children [B, n] drawn without replacement, and the q [B, Vd] of the first of them. Where q runs out of
-        tokens the last one is drawn again from the same q: the verification does the same sum.
-        """
-        first = q = warp(logits, self._sampling)
-        columns = torch.arange(len(self._ids), device=q.device)
-        out = []
-        for j in range(uniforms.shape[1]):
-            out.append(inverse_cdf(q, uniforms[:, j]))
-            left = q * (columns != out[-1][:, None])
-            mass = left.sum(1, keepdim=True)
-            q = torch.where(mass > 0, left / mass.clamp_min(1e-38), q)
-        return torch.stack(out, 1), first

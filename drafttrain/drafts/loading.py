@@ -7,17 +7,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafttrain.drafts.base import Draft, DraftError, check_provenance, read_facts
+from drafttrain.drafts.base import Draft, DraftError, check_provenance, read_facts, tuned_target
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.eagle3_config import ARCHITECTURE, Eagle3Config
 from drafttrain.drafts.kd import KdDraft
+from drafttrain.drafts.medusa import MedusaDraft
+from drafttrain.drafts.medusa2 import Medusa2Draft
+from drafttrain.drafts.medusa_config import ARCHITECTURE as MEDUSA
+from drafttrain.drafts.medusa_config import SEQUENTIAL, MedusaConfig
 from drafttrain.drafts.students import build_student
 from drafttrain.nn.objective import Objective
-from drafttrain.recipe import Recipe
-from drafttrain.target import Target, TargetError
+from drafttrain.recipe import Recipe, TargetConfig
+from drafttrain.target import Target, TargetError, load_target
 from drafttrain.target_files import HUB_FILES, download
 
-KINDS = {ARCHITECTURE: Eagle3Draft}
+KINDS = {ARCHITECTURE: Eagle3Draft, MEDUSA: MedusaDraft, SEQUENTIAL: MedusaDraft}
 """By the architecture in config.json; whole causal language models are small drafts (KdDraft)."""
 
 
@@ -76,6 +80,13 @@ def find_draft(name_or_path: str | Path) -> Path:
     return folder
 
 
+def load_served(config: TargetConfig, draft_folder: Path) -> Target:
+    """The target that a run's draft is served with: the one tuned together with it (Medusa-2), else the recipe's."""
+    tuned = tuned_target(draft_folder)
+    other = {} if tuned is None else {"name_or_path": str(tuned), "gguf_file": None, "revision": None}
+    return load_target(**config.model_dump() | other)
+
+
 def new_draft(
     recipe: Recipe,
     target: Target,
@@ -87,7 +98,7 @@ def new_draft(
     """A freshly initialised draft of the recipe's method on the target's device, attached, with its training settings.
 
     draft_ids int64 [Vd]: the draft vocabulary; statistics: feature_rms [A*Ht] and final_rms [Ht] (methods that read
-    features); kept_layers: the layers of a pruned small model. Raises DraftError for what this version does not build.
+    features); kept_layers: the layers of a pruned small model. Raises DraftError for what cannot be built.
     """
     if recipe.method == "kd":
         draft = _new_small_model(recipe, target, draft_ids, kept_layers)
@@ -100,7 +111,11 @@ def new_draft(
         draft.ttt_steps = recipe.training.ttt_steps
         draft.step_decay = recipe.training.step_decay
     else:
-        raise DraftError(f"method is {recipe.method!r}; this version trains eagle3 and kd. Mend: one of them.")
+        config = MedusaConfig.for_target(target, recipe.draft, len(draft_ids))
+        draft = heads = MedusaDraft(config, draft_ids).to(target.device).attach(target).initialise()
+        heads.head_decay = recipe.training.step_decay
+        if recipe.draft.lora is not None:
+            draft = Medusa2Draft.build(heads, target, recipe.draft.lora, recipe.training)
     draft.objective = Objective.from_config(recipe.training)
     return draft
 

@@ -10,11 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.engine_settings import VLLM_METHODS
 from drafttrain.evaluate.engines import ROOM, EngineDraft, EngineError, evaluate_server, evaluate_vllm
 from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
 from drafttrain.evaluate.run import gather_prompts, load_prompts, samplings_of
 from drafttrain.evaluate.runner import Prompt
+from drafttrain.nn.sampling import Sampling
 from drafttrain.recipe import EvaluationConfig, Recipe
 from drafttrain.specdec.decode import generate
 from drafttrain.target import Target, load_tokenizer
@@ -91,7 +93,7 @@ def evaluate_in_vllm(
     """The report of vLLM run by the interpreter `python`, at the one temperature and concurrency of the settings.
 
     Greedy text is compared with our own plain decoding; the target leaves the device before vLLM starts. EngineError
-    where there is no such interpreter.
+    where there is no such interpreter, and for drawn drafts of Medusa heads.
     """
     if not python.exists():
         raise EngineError(
@@ -100,12 +102,13 @@ def evaluate_in_vllm(
         )
     folder = find_draft(source)
     method = VLLM_METHODS[draft_method(folder)]
+    sampling = samplings_of(settings)[0]
+    ks = list(settings.k) if method != "medusa" else _of_heads(folder, settings.k, sampling, say)
     name, gathered = gather_prompts(settings, recipe, target, say)
-    room = target.max_positions - settings.max_new_tokens - max(settings.k) - ROOM
+    room = target.max_positions - settings.max_new_tokens - max(ks) - ROOM
     prompts = [prompt for prompt in gathered if len(prompt.ids) <= room]
     if len(prompts) < len(gathered):
         say(f"left out: {len(gathered) - len(prompts)} prompts of more than {room} tokens")
-    sampling = samplings_of(settings)[0]
     drafts = [EngineDraft(method, folder), *([NGRAM] if settings.ngram else [])]
     plain = None
     if sampling.greedy:
@@ -116,7 +119,7 @@ def evaluate_in_vllm(
         target.captured.clear()
         target.model.to("cpu")
         torch.cuda.empty_cache()
-    count = 1 + len(drafts) * len(settings.k)
+    count = 1 + len(drafts) * len(ks)
     say(f"vLLM: {len(prompts)} prompts x {count} configurations, a process for each, stop tokens ignored")
     with progress_bar("asking", len(prompts) * count) as update:
         return evaluate_vllm(
@@ -124,7 +127,7 @@ def evaluate_in_vllm(
             target.folder or target.name,
             drafts,
             prompts,
-            k=settings.k,
+            k=ks,
             max_new_tokens=settings.max_new_tokens,
             concurrency=settings.concurrency[0],
             sampling=sampling,
@@ -136,3 +139,17 @@ def evaluate_in_vllm(
             training_rows=training_rows,
             progress=update,
         )
+
+
+def _of_heads(folder: Path, ks: Sequence[int], sampling: Sampling, say: Callable[[str], None]) -> list[int]:
+    """The K that the heads in a folder can draft, or all of the heads. EngineError where drafts are to be drawn."""
+    if sampling.draws_drafts:
+        raise EngineError(
+            "draft_mode is probabilistic; vLLM always drafts the likeliest word of each Medusa head, whatever it is "
+            "told. Mend: --draft-mode one_hot"
+        )
+    heads = MedusaConfig.load(folder).num_heads
+    kept = [k for k in ks if k <= heads] or [heads]
+    if kept != list(ks):
+        say(f"the draft has {heads} heads: K is {', '.join(map(str, kept))}")
+    return kept

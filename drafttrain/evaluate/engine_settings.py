@@ -47,16 +47,19 @@ def vllm_config(kind: str, draft: str | None, best: Mapping[int, int]) -> dict[s
     """vLLM's speculative_config; None where plain decoding is best throughout (leave it out).
 
     One K: num_speculative_tokens. Several: that is the largest, and `num_speculative_tokens_per_batch_size` lists
-    [first, last, K], inclusive, K = 0 drafting nothing. Raises SettingsError for a kind that vLLM does not serve.
+    [first, last, K], inclusive, K = 0 drafting nothing. Medusa heads take the K of the smallest concurrency that
+    drafts: vLLM's own proposer of theirs refuses any other than num_speculative_tokens. Raises SettingsError for a kind
+    that vLLM does not serve.
     """
     rows = ranges(best)
     _check_kind(kind, VLLM_METHODS, "vLLM", draft)
-    deepest = max(best.values())
-    if not deepest:
+    if not max(best.values()):
         return None
-    config: dict[str, Any] = {"method": VLLM_METHODS[kind], "num_speculative_tokens": deepest}
+    table = len(rows) > 1 and kind != "medusa"
+    k = max(best.values()) if table else next(k for _, _, k in rows if k)
+    config: dict[str, Any] = {"method": VLLM_METHODS[kind], "num_speculative_tokens": k}
     config |= LOOKUP if kind == "ngram" else {"model": draft}
-    if len(rows) > 1:
+    if table:
         config["num_speculative_tokens_per_batch_size"] = [list(row) for row in rows]
     return config
 
@@ -105,7 +108,14 @@ def engine_settings(kind: str, draft: str | None, best: Mapping[int, int]) -> di
         notes.append("Plain decoding is best at every measured concurrency: serve without a draft.")
     if kind in VLLM_METHODS:
         settings["vllm"] = vllm_config(kind, draft, best)
-        if several:
+        if settings["vllm"] and kind == "medusa":
+            notes.append(
+                "vLLM: heads over a smaller vocabulary start with --model-loader-extra-config "
+                "'{\"enable_weights_track\": false}' only."
+            )
+        if several and kind == "medusa":
+            notes.append("vLLM: one K for every batch size, Medusa heads take no table.")
+        elif several:
             notes.append(
                 "vLLM: the table by batch size is ignored under data parallelism, and its first model runner gives up "
                 "full CUDA graphs for it (VLLM_USE_V2_MODEL_RUNNER=1 keeps them): measure against one fixed K."

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.engine_process import VllmWorker
 from drafttrain.evaluate.engine_report import (
     Answer,
@@ -37,6 +38,9 @@ FIXED = {"enable_prefix_caching": False, "disable_log_stats": False}
 ONE_CACHE = {"disable_hybrid_kv_cache_manager": True}
 """vLLM 0.32 keeps all layers of a small model in one group of its cache or does not start. Where sliding and full
 layers mix (Gemma 3), it makes several groups unless told not to; the windows stay, and cost their whole length."""
+UNTRACKED = {"model_loader_extra_config": {"enable_weights_track": False}}
+"""vLLM 0.32 loads the word list of Medusa heads over a smaller vocabulary, then counts it as missing and does not start
+unless it is told not to look for missing weights (the target's neither)."""
 ENGINES_OWN = "the engine's own"
 IN_TURN = "configurations ran one after the other, not interleaved: drift of the machine is in the speedups"
 ROOM = 8  # positions beyond the last token, for drafts that are thrown away
@@ -253,6 +257,8 @@ def evaluate_vllm(
     options["max_model_len"] = max(len(prompt.content) for prompt in chosen) + max_new_tokens + max(k) + ROOM
     if any(draft.method == "draft_model" for draft in drafts):
         options |= ONE_CACHE
+    if any(draft.method == "medusa" and not MedusaConfig.load(draft.folder).whole_vocabulary for draft in drafts):
+        options |= UNTRACKED
     options |= engine_options or {}
     plan = [(EngineRun("plain", "vllm plain", "none", 0), None)] if plain else []
     plan += [_vllm_run(draft, one, sampling) for draft in drafts for one in sorted(set(k))]

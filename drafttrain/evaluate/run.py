@@ -13,9 +13,9 @@ from drafttrain.data.conversations import load_conversations
 from drafttrain.data.prepare import conversation_prompt
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.run_folder import RunFolder
-from drafttrain.drafts.base import Draft, Proposer
+from drafttrain.drafts.base import Draft, Proposer, tuned_facts
 from drafttrain.drafts.kd import KdDraft
-from drafttrain.drafts.loading import load_draft
+from drafttrain.drafts.loading import find_draft, load_draft
 from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
 from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt, configurations, evaluate
@@ -83,7 +83,7 @@ def draft_candidates(
     """The draft as a chain, and beside it with the quantised weights, the tree and the policy that the settings ask
     for. EvaluationError for quantised weights of another draft than a small model.
     """
-    plain = Candidate(label, draft.method, _maker(draft, target), True, str(source))
+    plain = Candidate(label, draft.method, _maker(draft, target), True, str(source), ks=_depths(draft, settings))
     out = [plain]
     if settings.quantize and not isinstance(draft, KdDraft):
         raise EvaluationError(
@@ -92,7 +92,7 @@ def draft_candidates(
     for kind in settings.quantize:
         make = _maker(draft, target, quantize=kind)
         out.append(Candidate(f"{label} {kind}", draft.method, make, True, str(source), quantization=kind))
-    tree = tree_of(settings.tree)
+    tree = tree_of(settings.tree) or draft.tree
     if tree is not None:
         deep = tuple(k for k in settings.k if not isinstance(tree, StaticTree) or k <= tree.depth)
         deep = deep or (tree.depth,) if isinstance(tree, StaticTree) else deep
@@ -100,9 +100,16 @@ def draft_candidates(
         out.append(Candidate(label, draft.method, make, True, str(source), ks=deep, tree=tree))
     if settings.policy is not None:
         policy = policy_of(settings.policy, source, draft.method)
-        longest = (max(settings.k),)
+        longest = (max(plain.ks or settings.k),)
         out.append(Candidate(label, draft.method, plain.make, True, str(source), ks=longest, policy=policy))
     return out
+
+
+def _depths(draft: Draft, settings: EvaluationConfig) -> tuple[int, ...]:
+    """The K that a draft of bounded depth is run at; empty: all of the settings."""
+    if draft.max_k is None or max(settings.k) <= draft.max_k:
+        return ()
+    return tuple(k for k in settings.k if k <= draft.max_k) or (draft.max_k,)
 
 
 def _maker(draft: Draft, target: Target, **options) -> Callable[[], Proposer]:
@@ -171,7 +178,11 @@ def evaluate_draft(
     if acceptance is not None:
         make = partial(draft.proposer, target)
         candidates.append(Candidate(draft.method, draft.method, make, True, str(source), acceptance=acceptance))
-    return _measure(target, candidates, settings, recipe, training_rows, False, say)
+    report = _measure(target, candidates, settings, recipe, training_rows, False, say)
+    tuned = tuned_facts(find_draft(source))
+    if tuned:
+        report["target"] |= {"name": f"{tuned['tuned_from']}, tuned with its Medusa heads", **tuned}
+    return report
 
 
 def compare_drafts(
@@ -234,7 +245,7 @@ def _measure(target, candidates, settings: EvaluationConfig, recipe, training_ro
 
 def _untrained(draft: Draft, folder: Path, target: Target, settings: EvaluationConfig) -> Candidate:
     """The draft before training, at one K, greedy where that is measured: it only marks the floor."""
-    ks = sorted(settings.k)
+    ks = sorted(_depths(draft, settings) or settings.k)
     return Candidate(
         f"untrained {draft.method}",
         draft.method,

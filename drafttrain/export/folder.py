@@ -11,7 +11,9 @@ from drafttrain.drafts.base import Draft
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.kd import IDS_FILE, KdDraft
 from drafttrain.drafts.loading import load_draft
-from drafttrain.export import eagle3, kd
+from drafttrain.drafts.medusa import MedusaDraft
+from drafttrain.drafts.medusa2 import Medusa2Draft
+from drafttrain.export import eagle3, kd, medusa, medusa2
 from drafttrain.export.base import ExportError
 from drafttrain.target import Target
 from drafttrain.target_files import stored_dtypes
@@ -23,6 +25,10 @@ def write_draft(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, 
     """The engines' layout of the draft's kind, into an existing, empty folder. ExportError as its writer says."""
     if isinstance(draft, KdDraft):
         kd.write_small_model(draft, target, folder, dtype, **provenance)
+    elif isinstance(draft, MedusaDraft):
+        medusa.write_medusa(draft, target, folder, dtype, **provenance)
+    elif isinstance(draft, Medusa2Draft):
+        medusa2.write_medusa2(draft, target, folder, dtype, **provenance)
     else:
         assert isinstance(draft, Eagle3Draft), draft.method
         eagle3.write_eagle3(draft, target, folder, dtype, **provenance)
@@ -40,15 +46,21 @@ def save_draft(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, *
 
 
 def export_draft(
-    draft_folder: Path, target: Target, folder: Path, dtype: torch.dtype | None = None, k: int | None = None
-) -> str:
+    draft_folder: Path,
+    target: Target,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    k: int | None = None,
+    engine: str = "vllm",
+) -> int | None:
     """Write the engines' directory from a run's draft folder: the very files that were evaluated, or, for another
     dtype, from the fp32 masters; a small model with other padding than the target's leaves with the target's. `folder`
-    is replaced whole. Returns the draft's method.
+    is replaced whole. Returns k, or for Medusa heads how many were written.
 
-    k: the drafts a round that a small model's generation config asks for. Raises DraftError where the draft does not
-    fit the target, ExportError where there are no masters, a number does not survive the cast, or `folder` holds
-    anything else than a former export.
+    k: the drafts a round that a small model's generation config asks for, and how many of a draft's Medusa heads are
+    written (None: all). engine: TensorRT-LLM reads Medusa heads in a layout of their own. Raises DraftError where the
+    draft does not fit the target, ExportError where there are no masters, a number does not survive the cast, engines
+    would serve other heads, or `folder` holds anything else than a former export.
     """
     draft = load_draft(draft_folder, target)
     dtypes = stored_dtypes(draft_folder)  # As loaded would not do: CPUs load float16 as bfloat16.
@@ -56,30 +68,46 @@ def export_draft(
     padded = isinstance(draft, KdDraft) and draft.aligned
     files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file())
     _check_place(folder, files)
+    if isinstance(draft, MedusaDraft):
+        medusa.check_target(target)
+        k = medusa.check_heads(draft, k)
 
     def fill(path: Path) -> None:
-        if dtype in (None, stored) and not padded:
+        original = isinstance(draft, MedusaDraft) and engine == "tensorrt-llm"
+        if original or (isinstance(draft, MedusaDraft) and not medusa.is_written(draft, draft_folder, k)):
+            exact = _exact(draft, draft_folder, target, stored, dtype)
+            write = medusa.write_original if original else medusa.write_medusa
+            write(exact, target, path, dtype or stored, k, **_details(draft_folder))
+        elif dtype in (None, stored) and not padded:
             for name in files:
                 shutil.copyfile(draft_folder / name, path / name)
         elif dtype in (None, stored):
             exact = KdDraft.from_pretrained(draft_folder, stored).to(target.device).attach(target)
             write_draft(exact, target, path, stored)
-        elif (draft_folder / MASTER).exists():
-            write_draft(_from_masters(draft, draft_folder, target), target, path, dtype, **_details(draft_folder))
         else:
-            raise ExportError(
-                f"{draft_folder} holds {stored} weights and no fp32 masters, {dtype} was asked for. "
-                "Mend: leave --dtype out, or export from the run folder."
-            )
+            exact = _exact(draft, draft_folder, target, stored, dtype)
+            write_draft(exact, target, path, dtype, **_details(draft_folder))
         if k is not None and isinstance(draft, KdDraft):
             kd.assistant_settings(target, k).save_pretrained(path)
 
     replace_folder(folder, fill)
-    return draft.method
+    return k
+
+
+def _exact(draft: Draft, folder: Path, target: Target, stored: torch.dtype, dtype: torch.dtype | None) -> Draft:
+    """The draft in the numbers that are to be cast: the fp32 masters, or as stored where that is the dtype wanted."""
+    if (folder / MASTER).exists():
+        return _from_masters(draft, folder, target)
+    if dtype in (None, stored):
+        return type(draft).from_pretrained(folder, stored).to(target.device).attach(target)
+    raise ExportError(
+        f"{folder} holds {stored} weights and no fp32 masters, {dtype} was asked for. "
+        "Mend: leave --dtype out, or export from the run folder."
+    )
 
 
 def _check_place(folder: Path, files: list[str]) -> None:
-    known = {*files, "generation_config.json", IDS_FILE}
+    known = {*files, "generation_config.json", IDS_FILE, medusa.ORIGINAL, medusa.TREE_FILE}
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
     if others or folder.is_file():
         raise ExportError(
@@ -91,11 +119,14 @@ def _check_place(folder: Path, files: list[str]) -> None:
 def _from_masters(draft: Draft, folder: Path, target: Target) -> Draft:
     if isinstance(draft, KdDraft):
         return kd.from_masters(folder, folder / MASTER).to(target.device).attach(target)
+    if isinstance(draft, MedusaDraft):
+        return MedusaDraft.from_pretrained(folder / MASTER).to(target.device).attach(target)
     return Eagle3Draft.from_pretrained(folder / MASTER)
 
 
 def _details(draft_folder: Path) -> dict:
     """What a draft's drafttrain.json says beyond the target: its validation figures."""
-    facts = json.loads((draft_folder / "drafttrain.json").read_text())
+    path = draft_folder / "drafttrain.json"
+    facts = json.loads(path.read_text()) if path.exists() else {}
     ours = ("target", "tokenizer", "method", "student")
     return {key: value for key, value in facts.items() if not key.startswith(ours)}

@@ -5,11 +5,13 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from drafttrain.drafts.medusa_config import MedusaConfig
+from drafttrain.evaluate.engines import UNTRACKED
 from drafttrain.export.base import ExportError
 from drafttrain.recipe_rules import ENGINES
 from drafttrain.target import Target
 
-VLLM_METHODS = {"eagle3": "eagle3", "kd": "draft_model"}
+VLLM_METHODS = {"eagle3": "eagle3", "medusa": "medusa", "kd": "draft_model"}
 SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "kd": "STANDALONE"}
 VLLM_WITHOUT_HOOKS = ("gemma", "gemma2", "gemma3", "gemma3_text", "mixtral", "glm4", "exaone4")
 """Targets whose native vLLM implementation has no EAGLE-3 hooks; the transformers backend has them (vLLM 0.32)."""
@@ -25,6 +27,11 @@ def check_engine(engine: str, method: str, folder: Path) -> None:
     """
     if engine not in ENGINES[method]:
         raise ExportError(f"--engine is {engine!r}, expected one of {', '.join(ENGINES[method])} for method {method}")
+    if method == "medusa" and MedusaConfig.load(folder).sequential:
+        raise ExportError(
+            f"{folder} holds sequential heads. Expected plain ones: no engine serves heads that read drafted tokens. "
+            "Mend: measure them with drafttrain evaluate; for serving train with draft.sequential: false."
+        )
     if method == "kd":
         check_layers(engine, json.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
 
@@ -56,6 +63,8 @@ def serve_command(engine: str, target: Target, folder: Path, k: int, method: str
             # vLLM 0.32 wants all layers of such a draft in one cache group.
             backend = " --disable-hybrid-kv-cache-manager"
         spec = f'{{"method": "{VLLM_METHODS[method]}", "model": "{folder}", "num_speculative_tokens": {k}}}'
+        if method == "medusa" and not MedusaConfig.load(folder).whole_vocabulary:
+            backend = f" --model-loader-extra-config '{json.dumps(UNTRACKED['model_loader_extra_config'])}'"
         return f"vllm serve {model}{backend} --speculative-config '{spec}'"
     if engine == "sglang":
         return (

@@ -6,7 +6,8 @@ product is paid once instead of once a step. The gradient is formed in the forwa
 backward.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ class StepFigures:
     loss: the objective without the steps' weights. hits: draft argmax = target argmax. alpha: sum min(p, q) at
     temperature 1. joint: hits at this and all earlier steps of the same row (its mean is the teacher-forced joint
     acceptance at that depth).
+
+    drift [3], of drafts that tune the target: rows, sum of KL(unchanged || tuned) in nats, rows where both choose the
+    same token; zeros of others.
     """
 
     rows: Tensor
@@ -37,6 +41,7 @@ class StepFigures:
     hits: Tensor
     alpha: Tensor
     joint: Tensor
+    drift: Tensor = field(default_factory=lambda: torch.zeros(3))
 
 
 @dataclass
@@ -74,7 +79,7 @@ class DraftHead:
 
 def fused_draft_loss(
     states: list[Tensor],
-    head: DraftHead,
+    head: DraftHead | Sequence[DraftHead],
     valid: Tensor,
     step_weights: list[float],
     teacher: DenseTeacher | TopKTeacher,
@@ -87,29 +92,32 @@ def fused_draft_loss(
     draft's choice is the target's, where `valid` holds.
 
     states: K tensors [B, T, H], already normed; row p of step k predicts x[p+2+k], so its teacher sits at position
-    p+1+k. valid bool [K, B, T]. target_index int64 [B, T]: the target's argmax at that teacher position as a draft
-    index, -1 outside (None: the teacher is asked, which a dense one over a draft vocabulary cannot tell). token_index
-    int64 [B, T]: at teacher position t the draft index of x[t+1], -1 outside; only next_token needs it. chunk: teacher
-    positions at once (None: after `CHUNK_ELEMENTS`).
+    p+1+k. head: of all steps, or one for each. valid bool [K, B, T]. target_index int64 [B, T]: the target's argmax at
+    that teacher position as a draft index, -1 outside (None: the teacher is asked, which a dense one over a draft
+    vocabulary cannot tell). token_index int64 [B, T]: at teacher position t the draft index of x[t+1], -1 outside; only
+    next_token needs it. chunk: teacher positions at once (None: after `CHUNK_ELEMENTS`).
     """
     assert token_index is not None or "next_token" not in objective.weights, "next_token needs token_index"
     device = states[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states[0].dtype
     valid = valid.flatten(1)
+    heads = (head,) if isinstance(head, DraftHead) else tuple(head)
+    assert len(heads) in (1, len(states)), "one head, or one for each step"
     plan = _Plan(
         valid,
         step_weights,
-        head,
+        heads,
         teacher,
         objective,
         None if target_index is None else target_index.flatten(),
         None if token_index is None else token_index.flatten(),
-        chunk or min(max(CHUNK_ELEMENTS // (len(head.weight) * (len(states) + 1)), LEAST_ROWS), 512),
+        chunk or min(max(CHUNK_ELEMENTS // (len(heads[0].weight) * (len(states) + 1)), LEAST_ROWS), 512),
         dtype,
         torch.is_grad_enabled(),
     )
     with torch.autocast(device, enabled=False):
-        loss, figures, hit = _FusedDraftLoss.apply(plan, head.weight, *[s.flatten(0, 1).to(dtype) for s in states])
+        flat = [s.flatten(0, 1).to(dtype) for s in states]
+        loss, figures, hit = _FusedDraftLoss.apply(plan, *[head.weight for head in heads], *flat)
     joint = (hit & valid).long().cumprod(0).sum(1).float()
     rows = valid.sum(1).float()
     return loss, StepFigures(rows, figures[0], figures[1], figures[2], joint), hit
@@ -119,7 +127,7 @@ def fused_draft_loss(
 class _Plan:
     valid: Tensor
     step_weights: list[float]
-    head: DraftHead
+    heads: tuple[DraftHead, ...]
     teacher: DenseTeacher | TopKTeacher
     objective: Objective
     target_index: Tensor | None
@@ -127,6 +135,10 @@ class _Plan:
     chunk: int
     dtype: torch.dtype
     grad_enabled: bool
+
+    def place(self, k: int) -> int:
+        """Which of the heads is that of step k."""
+        return min(k, len(self.heads) - 1)
 
     @property
     def wide(self) -> torch.dtype:
@@ -154,19 +166,20 @@ class _Plan:
 
 class _FusedDraftLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, weight, *states):
-        K, rows = plan.valid.shape
-        learns_head = plan.grad_enabled and weight.requires_grad
+    def forward(ctx, plan, *tensors):
+        count = len(plan.heads)
+        weights, states = tensors[:count], tensors[count:]
+        learns_head = plan.grad_enabled and weights[0].requires_grad
         learns_states = plan.grad_enabled and any(s.requires_grad for s in states)
-        run = _Pass(plan, weight.to(plan.dtype), states, learns_head, learns_states)
+        run = _Pass(plan, [weight.to(plan.dtype) for weight in weights], states, learns_head, learns_states)
         for chunk in plan.positions().split(plan.chunk):
             run.chunk(chunk)
         figures = run.figures
         loss = sum(w * figure for w, figure in zip(plan.step_weights, figures[0], strict=True))
         figures[1] = (run.hit & plan.valid).sum(1)
-        ctx.learns_head, ctx.count = learns_head, K
-        grad_head = [run.grad_head.to(weight.dtype)] if learns_head else []
-        ctx.save_for_backward(*grad_head, *run.grad_states)
+        ctx.learns_head, ctx.learns_states, ctx.heads, ctx.steps = learns_head, learns_states, count, len(states)
+        grad_heads = [grad.to(weight.dtype) for grad, weight in zip(run.grad_heads, weights, strict=False)]
+        ctx.save_for_backward(*grad_heads, *run.grad_states)
         figures = figures.float()
         ctx.mark_non_differentiable(figures, run.hit)
         return loss, figures, run.hit
@@ -174,20 +187,29 @@ class _FusedDraftLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, *_):
-        saved = list(ctx.saved_tensors)
-        grad_head = grad.to(saved[0].dtype) * saved.pop(0) if ctx.learns_head else None
-        return None, grad_head, *([grad.to(g.dtype) * g for g in saved] or [None] * ctx.count)
+        scaled = [grad.to(saved.dtype) * saved for saved in ctx.saved_tensors]
+        heads = scaled[: ctx.heads] if ctx.learns_head else [None] * ctx.heads
+        states = scaled[-ctx.steps :] if ctx.learns_states else [None] * ctx.steps
+        return None, *heads, *states
 
 
 class _Pass:
     """Sums of one forward: figures [3, K] (loss, -, alpha), hit bool [K, B * T], gradients where they are wanted."""
 
-    def __init__(self, plan: _Plan, weight: Tensor, states: tuple[Tensor, ...], learns_head: bool, learns_states: bool):
-        self.plan, self.weight, self.states = plan, weight, states
+    def __init__(
+        self,
+        plan: _Plan,
+        weights: Sequence[Tensor],
+        states: tuple[Tensor, ...],
+        learns_head: bool,
+        learns_states: bool,
+    ):
+        self.plan, self.weights, self.states = plan, weights, states
+        weight = weights[0]
         device, (K, rows) = weight.device, plan.valid.shape
         self.figures = torch.zeros(3, K, dtype=plan.wide, device=device)
         self.hit = torch.zeros(K, rows, dtype=torch.bool, device=device)
-        self.grad_head = torch.zeros(weight.shape, dtype=plan.wide, device=device) if learns_head else None
+        self.grad_heads = [torch.zeros_like(w, dtype=plan.wide) for w in weights] if learns_head else []
         self.grad_states = [torch.zeros_like(s) for s in states] if learns_states else []
         self.learns = learns_head or learns_states
         self.block = max(BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS_ELSEWHERE) // len(weight), LEAST_ROWS)
@@ -202,7 +224,7 @@ class _Pass:
             source, counts = plan.sources(k, positions)
             if counts.any():
                 h = states[source]
-                product = torch.mm(h, self.weight.t(), out=self.products[k][: len(positions)])
+                product = torch.mm(h, self.weights[plan.place(k)].t(), out=self.products[k][: len(positions)])
                 steps.append((k, source, counts, h, product))
         for start in range(0, len(positions), self.block):
             rows = slice(start, start + self.block)
@@ -212,18 +234,20 @@ class _Pass:
             for k, source, counts, _, product in steps:
                 self.rows(k, block, target, token, source[rows], counts[rows], product[rows])
         for k, source, _, h, gradient in steps if self.learns else ():
-            if self.grad_head is not None:
-                self._add_to_head(gradient.t(), h)
+            place = plan.place(k)
+            if self.grad_heads:
+                self._add_to_head(self.grad_heads[place], gradient.t(), h)
             if self.grad_states:
                 # `source` repeats rows that do not count; their gradient is zero, hence add, not write.
-                self.grad_states[k].index_add_(0, source, gradient @ self.weight)
+                self.grad_states[k].index_add_(0, source, gradient @ self.weights[place])
 
     def rows(
         self, k: int, block, target: Tensor, token: Tensor | None, source: Tensor, counts: Tensor, product: Tensor
     ):
         """Figures of a block at step k; its gradient with respect to `product` [n, Vd] is written over it."""
         plan = self.plan
-        draft = DraftWords(plan.head.shaped(product, plan.wide))
+        head = plan.heads[plan.place(k)]
+        draft = DraftWords(head.shaped(product, plan.wide))
         pair = soft = Pair(block.words(draft), draft)
         temperature = plan.objective.temperature
         if temperature != 1:
@@ -235,10 +259,10 @@ class _Pass:
         self.figures[2, k] += (pair.overlap * counts).sum()
         if self.learns:
             dz.mul_(counts.to(plan.wide).mul_(plan.step_weights[k])[:, None])
-            product.copy_(plan.head.unshaped(dz, draft.z))
+            product.copy_(head.unshaped(dz, draft.z))
 
-    def _add_to_head(self, gradient: Tensor, h: Tensor) -> None:
+    def _add_to_head(self, total: Tensor, gradient: Tensor, h: Tensor) -> None:
         if self.plan.dtype == self.plan.wide:
-            self.grad_head.addmm_(gradient, h)
+            total.addmm_(gradient, h)
         else:
-            self.grad_head += gradient @ h
+            total += gradient @ h

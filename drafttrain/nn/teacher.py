@@ -58,12 +58,14 @@ class DraftWords:
 
 
 class TeacherWords:
-    """p and log p [n, Vd] of n rows, mass [n] = sum p."""
+    """p and log p [n, Vd] of n rows, mass [n] = sum p: of a whole vocabulary too, since the sum of 262k fp32 words is
+    off one by 5e-5, which times a log-sum-exp of 15 would pass for a divergence.
+    """
 
-    def __init__(self, log_p: Tensor, normalised: bool):
+    def __init__(self, log_p: Tensor):
         self.log_p = log_p.clamp_(min=LEAST_LOG)
         self.p = self.log_p.exp()
-        self.mass = torch.ones_like(self.p[:, 0]) if normalised else self.p.sum(-1)
+        self.mass = self.p.sum(-1)
 
     @cached_property
     def negative_entropy(self) -> Tensor:
@@ -122,10 +124,10 @@ class DenseBlock:
         if temperature not in self._words:
             if self.lse is None:
                 logits = self.logits if temperature == 1 else self.logits / temperature
-                self._words[temperature] = TeacherWords(logits.log_softmax(-1), normalised=True)
+                self._words[temperature] = TeacherWords(logits.log_softmax(-1))
             else:
                 assert temperature == 1, "a temperature needs a teacher over the full vocabulary (lse None)"
-                self._words[temperature] = TeacherWords(self.logits - self.lse[:, None], normalised=False)
+                self._words[temperature] = TeacherWords(self.logits - self.lse[:, None])
         return self._words[temperature]
 
 

@@ -64,6 +64,13 @@ class StaticTree:
         """Which child of its parent each node is, from 0."""
         return tuple(self.parents[:i].count(parent) for i, parent in enumerate(self.parents))
 
+    def paths(self) -> list[list[int]]:
+        """Rank paths, the inverse of `from_paths`."""
+        out: list[list[int]] = []
+        for parent, rank in zip(self.parents, self.ranks, strict=True):
+            out.append([*(out[parent] if parent >= 0 else []), rank])
+        return out
+
     @property
     def depth(self) -> int:
         return self.depths[-1]

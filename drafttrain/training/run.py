@@ -12,9 +12,10 @@ from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import DTYPES
 from drafttrain.data.prepare import Prepared, online_source, prepare
 from drafttrain.data.run_folder import RunError, RunFolder
-from drafttrain.drafts.base import Batch, Draft
-from drafttrain.drafts.loading import new_draft
-from drafttrain.export.folder import save_draft
+from drafttrain.drafts.base import Batch, Draft, tuned_target, tuned_words
+from drafttrain.drafts.loading import load_served, new_draft
+from drafttrain.evaluate import tree_calibration
+from drafttrain.export.folder import MASTER, save_draft
 from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
@@ -68,9 +69,13 @@ def train(
         trainer._save_checkpoint(trainer.model_wrapped, None)
     if not trainer.eval_dataset and state.is_main_process:
         _save(draft, target, run.draft, dtype)
+    if recipe.method == "medusa" and state.is_main_process:
+        _calibrate_tree(recipe, run, target, prepared, sources, say)
     minutes = trainer.budget.seconds() / 60
     best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
-    say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; draft in {run.draft}")
+    tuned = tuned_words(run.draft) if recipe.draft.lora is not None and state.is_main_process else ""
+    where = f"draft in {run.draft}" + (f", {tuned}" if tuned else "")
+    say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; {where}")
 
 
 def processes() -> PartialState:
@@ -82,10 +87,39 @@ def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **prov
     try:
         save_draft(draft, target, folder, dtype, **provenance)
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{folder} could not be written ({error}); what was there before is intact. Mend: free some space, then "
-            "run the same command to resume."
-        ) from error
+        raise _unwritten(folder, error) from error
+
+
+def _calibrate_tree(recipe: Recipe, run: RunFolder, target: Target, prepared: Prepared, sources: dict, say) -> None:
+    """The best draft's tree, into its folder and the masters', unless that is done or not wanted."""
+    rows = prepared.rows.get("validation", [])
+    if not rows or recipe.draft.tree_nodes == 0 or tree_calibration.calibrated(run.draft):
+        return
+    settings, source = recipe.training, sources["validation"]
+    if tuned_target(run.draft) is not None:
+        target = load_served(recipe.target, run.draft)
+        source = online_source(recipe, target, [])
+    sampler = TokenBudgetSampler(
+        [len(row["input_ids"]) for row in rows], settings.max_tokens_per_batch, 1, settings.seed
+    )
+    batches = (
+        batch_on(source.attach(Batch(**collate([rows[i] for i in indices]))), target.device)
+        for indices in sampler.batches()
+    )
+    texts = [row["input_ids"] for row in rows]
+    # The draft's own folder last: a tree in it says that the masters have theirs.
+    folders = (run.draft / MASTER, run.draft)
+    try:
+        tree_calibration.calibrate_folders(folders, target, batches, texts, recipe.draft.tree_nodes, say)
+    except OSError as error:
+        raise _unwritten(run.draft, error) from error
+
+
+def _unwritten(folder: Path, error: Exception) -> RunError:
+    return RunError(
+        f"{folder} could not be written ({error}); what was there before is intact. Mend: free some space, then run "
+        "the same command to resume."
+    )
 
 
 def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say: Callable[[str], None]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from dataclasses import fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import FeatureSource
 from drafttrain.data.run_folder import RunError, RunFolder
-from drafttrain.drafts.base import Batch, Draft, DraftLoss
+from drafttrain.drafts.base import Batch, Draft, DraftLoss, ParameterGroup
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.recipe import TrainingConfig
 from drafttrain.training.callbacks import Bar, Budget, JsonLog, cut_log
@@ -28,6 +29,8 @@ from drafttrain.training.schedule import learning_rate_factor
 
 OWN = "own"
 """The source of features for batches that the draft continued itself."""
+FIRST_STEP = "first_step"
+"""Key of an optimizer's group: the step from which on it learns."""
 
 
 class DraftTrainer(Trainer):
@@ -175,17 +178,28 @@ class DraftTrainer(Trainer):
 
     # --- optimisation
 
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        """Trainer's, with the draft's own groups split off those with and without weight decay; they come last."""
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(model)
+            for own in self.accelerator.unwrap_model(self.model).parameter_groups():
+                split_off(optimizer, own)
+        return self.optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         if self.lr_scheduler is None:
-            c = self.config
+            c, optimizer = self.config, optimizer or self.optimizer
 
-            def factor(step: int) -> float:
+            def factor(first: int, step: int) -> float:
+                if step < first:
+                    return 0.0
                 progress = self.budget.progress(step, num_training_steps)
                 return learning_rate_factor(
-                    c.lr_scheduler_type, step, progress, c.warmup_steps, c.decay_fraction, c.min_lr_ratio
+                    c.lr_scheduler_type, step - first, progress, c.warmup_steps, c.decay_fraction, c.min_lr_ratio
                 )
 
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+            factors = [partial(factor, group.get(FIRST_STEP, 0)) for group in optimizer.param_groups]
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
@@ -293,6 +307,17 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bo
     )
 
 
+def split_off(optimizer: torch.optim.Optimizer, own: ParameterGroup) -> None:
+    """Move parameters of a fresh optimizer into groups of their own, one for each weight decay that they have."""
+    chosen = {id(parameter) for parameter in own.parameters}
+    for group in list(optimizer.param_groups):
+        moved = [p for p in group["params"] if id(p) in chosen]
+        if moved:
+            group["params"] = [p for p in group["params"] if id(p) not in chosen]
+            apart = {**group, "params": moved, "lr": group["lr"] * own.scale, FIRST_STEP: own.first_step}
+            optimizer.param_groups.append(apart)
+
+
 def batch_on(batch: Batch, device: torch.device) -> Batch:
     """The batch with all its tensors on the device."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
@@ -300,7 +325,7 @@ def batch_on(batch: Batch, device: torch.device) -> Batch:
 
 
 def _parts(figures: StepFigures) -> tuple[Tensor, ...]:
-    return figures.rows, figures.loss, figures.hits, figures.alpha, figures.joint
+    return figures.rows, figures.loss, figures.hits, figures.alpha, figures.joint, figures.drift
 
 
 def _add(sums: StepFigures | None, figures: StepFigures) -> StepFigures:
@@ -311,13 +336,18 @@ def _add(sums: StepFigures | None, figures: StepFigures) -> StepFigures:
 
 def rates(sums: StepFigures, prefix: str) -> dict[str, float]:
     """Means of summed figures: step_loss/k, step_acceptance/k (top-1 hits, teacher-forced, unconditional),
-    step_alpha/k, and, with the prefix eval_, loss and acceptance_length."""
+    step_alpha/k, and, with the prefix eval_, loss and acceptance_length. Of a tuned target (Medusa-2) also
+    target_drift, KL(unchanged || tuned) in nats, and target_same_choice, the share of positions with the same choice.
+    """
     rows = sums.rows.clamp_min(1).tolist()
     out: dict[str, float] = {}
     for k, count in enumerate(rows):
         out[f"{prefix}step_acceptance/{k}"] = sums.hits[k].item() / count
         out[f"{prefix}step_alpha/{k}"] = sums.alpha[k].item() / count
         out[f"{prefix}step_loss/{k}"] = sums.loss[k].item() / count
+    compared, divergence, same = sums.drift.tolist()
+    if compared:
+        out[f"{prefix}target_drift"], out[f"{prefix}target_same_choice"] = divergence / compared, same / compared
     if prefix:
         out[f"{prefix}loss"] = sums.loss[0].item() / rows[0]
         out[f"{prefix}acceptance_length"] = 1 + sum(j / n for j, n in zip(sums.joint.tolist(), rows, strict=True))

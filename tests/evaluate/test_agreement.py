@@ -8,8 +8,10 @@ from rich.console import Console
 
 from drafttrain.drafts.kd import IDS_FILE
 from drafttrain.evaluate.agreement import agreement, agreement_table, columns, decode_one, proposer_as_served
+from drafttrain.export.folder import save_draft
 from drafttrain.specdec.decode import generate
 from drafttrain.target import load_target
+from tests.tiny_medusa import fresh_heads
 from tests.tiny_models import V, make_model, save
 
 PROMPT = [1, 9, 30, 12]
@@ -70,3 +72,19 @@ def test_a_draft_vocabulary_is_left_aside(tmp_path):
     (folder / IDS_FILE).write_text(json.dumps(ids.tolist()))
     # Without that word the first draft would be another one.
     assert decode_one(target, PROMPT, proposer_as_served(folder, target), 2, 4)["reached"] == [1, 1]
+
+
+def test_medusa_heads_draft_in_the_targets_dtype(tmp_path):
+    target = load_target(str(save(tmp_path / "target", make_model("Llama"))), dtype="float32")
+    plain = decode_one(target, PROMPT, None, 2, 4)["tokens"]
+    # Own heads that draft one word each behind the prompt, the right one.
+    draft = fresh_heads(target, heads=2, own_heads=True).requires_grad_(False)
+    last = target.hidden_states(torch.tensor([PROMPT]), None, [target.num_layers])[target.num_layers][0, -1]
+    for i, head in enumerate(draft.lm_heads):
+        head.weight.zero_()
+        head.weight[plain[1 + i]] = target.final_norm(last)
+    save_draft(draft, target, tmp_path / "draft", torch.bfloat16)
+    proposer = proposer_as_served(tmp_path / "draft", target)
+    assert proposer.max_k == 2 and proposer.draft.lm_heads[0].weight.dtype == torch.float32
+    row = decode_one(target, PROMPT, proposer, 2, 4)
+    assert row["tokens"] == plain and row["reached"] == [1, 1]

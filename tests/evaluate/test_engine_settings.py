@@ -52,6 +52,20 @@ def test_vllm_takes_the_largest_k_and_a_table():
     assert vllm_config("eagle3", "x", {1: 0, 8: 0}) is None
 
 
+def test_medusa_heads_take_one_k_in_vllm():
+    """Of a table, that of the smallest concurrency that drafts."""
+    assert vllm_config("medusa", "heads", {1: 0, 4: 3, 16: 5, 64: 0}) == {
+        "method": "medusa",
+        "model": "heads",
+        "num_speculative_tokens": 3,
+    }
+    assert vllm_config("medusa", "heads", {1: 2, 8: 2})["num_speculative_tokens"] == 2
+    assert vllm_config("medusa", "heads", {1: 0}) is None
+    smaller, one = engine_settings("medusa", "heads", FALLING)["notes"]
+    assert "--model-loader-extra-config" in smaller and "enable_weights_track" in smaller and "no table" in one
+    assert engine_settings("medusa", "heads", {1: 3})["notes"] == [smaller]
+
+
 def test_sglang_takes_steps_top_k_and_draft_tokens():
     chain = "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
     found = sglang_flags("eagle3", "drafts/x", {1: 3, 8: 3})

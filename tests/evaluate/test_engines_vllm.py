@@ -8,13 +8,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate import engine_process
+from drafttrain.evaluate.engine_run import evaluate_in_vllm
 from drafttrain.evaluate.engines import EngineDraft, evaluate_vllm
 from drafttrain.evaluate.http_client import EngineError
 from drafttrain.evaluate.runner import Prompt
+from drafttrain.export.medusa import write_medusa
 from drafttrain.nn.sampling import Sampling
+from drafttrain.recipe import EvaluationConfig
 from tests.load_script import load_script
+from tests.tiny_drafts import make_target
+from tests.tiny_medusa import make_heads
+from tests.tiny_models import V, make_tokenizer
+from tests.training.tiny_run import prompt_rows, write_rows
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
 NEW = 10
@@ -137,6 +146,44 @@ def test_a_small_model_has_one_cache_group_with_the_target(stub, draft, tmp_path
     seen = [json.loads(line)["job"]["llm"] for line in (tmp_path / "seen.jsonl").read_text().splitlines()[3:]]
     assert seen[0]["disable_hybrid_kv_cache_manager"] is False
     assert "disable_hybrid_kv_cache_manager" not in seen[1]
+
+
+def test_medusa_heads_over_a_smaller_vocabulary(stub, tmp_path):
+    """vLLM takes their word list for a weight that is missing; of others it keeps looking for those."""
+    drafts = []
+    for name, words in (("whole", V), ("smaller", 20)):
+        (tmp_path / name).mkdir()
+        MedusaConfig(32, V, words, 2).save(tmp_path / name, torch.float32)
+        drafts.append(EngineDraft("medusa", tmp_path / name, name))
+    run(stub(), drafts[:1], k=[2])
+    report = run(stub(), drafts[1:], k=[2])
+    assert [one["draft"] for one in report["runs"]] == ["none", "medusa"]
+    seen = [json.loads(line)["job"]["llm"] for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert all("model_loader_extra_config" not in one for one in seen[:2])
+    assert all(one["model_loader_extra_config"] == {"enable_weights_track": False} for one in seen[2:])
+    speculative = {"method": "medusa", "num_speculative_tokens": 2, "model": str(tmp_path / "smaller")}
+    assert seen[3]["speculative_config"] == speculative and len(seen) == 4
+
+
+@pytest.mark.parametrize(("asked", "run_at"), [([1, 2, 3, 5], [1, 2]), ([4], [2]), ([1], [1])])
+def test_medusa_heads_are_asked_for_no_more_than_they_are(stub, tmp_path, asked, run_at):
+    target = make_target(tokenizer=make_tokenizer())
+    (tmp_path / "heads").mkdir()
+    write_medusa(make_heads(target, heads=2), target, tmp_path / "heads", torch.float32)
+    prompts = write_rows(tmp_path / "prompts.jsonl", prompt_rows(2, 0))
+    said = []
+    settings = EvaluationConfig(k=asked, prompts=str(prompts), max_new_tokens=NEW, ngram=False)
+    report = evaluate_in_vllm(tmp_path / "heads", target, settings, python=stub(), say=said.append)
+    assert [one["k"] for one in report["runs"]] == [0, *run_at]
+    assert ("the draft has 2 heads" in " ".join(said)) is (asked != run_at)
+
+
+def test_medusa_heads_are_not_drawn_from(stub, tmp_path):
+    target = make_target(tokenizer=make_tokenizer())
+    write_medusa(make_heads(target, heads=2), target, tmp_path, torch.float32)
+    drawn = EvaluationConfig(k=[2], temperature=[0.8], draft_mode="probabilistic")
+    with pytest.raises(EngineError, match=r"draft_mode is probabilistic; vLLM always drafts the likeliest.*one_hot"):
+        evaluate_in_vllm(tmp_path, target, drawn, python=stub())
 
 
 def test_sampling_and_groups(stub, draft, tmp_path):

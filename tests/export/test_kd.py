@@ -80,10 +80,10 @@ def test_other_folders_are_left_alone(target, tmp_path):
         export_draft(tmp_path / "draft", target, tmp_path / "export")
     assert (tmp_path / "export" / "notes.txt").read_text() == "mine"
     (tmp_path / "export" / "notes.txt").unlink()
-    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == 2
     assert (tmp_path / "export" / "draft_ids.json").exists()
     (tmp_path / "draft" / "draft_ids.json").unlink()
-    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == "kd"
+    assert export_draft(tmp_path / "draft", target, tmp_path / "export", k=2) == 2
     assert not (tmp_path / "export" / "draft_ids.json").exists()
 
 

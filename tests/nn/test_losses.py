@@ -86,6 +86,64 @@ def test_fused_equals_plain(loss, chunk):
         torch.testing.assert_close(fused, plain, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize("shape", [{}, {"softcap": 2.0, "scale": 0.7}], ids=["plain", "shaped"])
+def test_a_head_for_each_step_is_a_call_for_each_step(chunk, shape):
+    """Loss, figures and gradients of three heads: those of three calls in which the other steps have no rows."""
+    states, _, valid, teacher, index = _case()
+    g = torch.Generator().manual_seed(9)
+    matrices = [torch.randn(13, 8, generator=g, dtype=torch.float64).requires_grad_() for _ in states]
+    heads, weights = [DraftHead(matrix, **shape) for matrix in matrices], [1.0, 0.8, 0.64]
+    together, figures, hit = fused_draft_loss(states, heads, valid, weights, teacher, KL, index, None, chunk)
+    found = torch.autograd.grad(together, [*matrices, *states])
+    total = 0.0
+    for k, head in enumerate(heads):
+        only = torch.zeros_like(valid)
+        only[k] = valid[k]
+        alone, mine, hits = fused_draft_loss(states, head, only, weights, teacher, KL, index, None, chunk)
+        total = total + alone
+        assert figures.rows[k] == mine.rows[k] > 0
+        assert torch.equal(hit[k][valid[k].flatten()], hits[k][valid[k].flatten()])
+        for name in ("loss", "hits", "alpha"):
+            assert getattr(figures, name)[k].item() == pytest.approx(getattr(mine, name)[k].item(), rel=1e-6)
+    torch.testing.assert_close(together, total, rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(total, [*matrices, *states])
+    for mine, wanted in zip(found, expected, strict=True):
+        assert wanted.abs().sum() > 0
+        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+    alive = torch.ones_like(hit[0])
+    for k in range(3):
+        alive &= hit[k] & valid[k].flatten()
+        assert figures.joint[k] == alive.sum()
+
+
+def test_one_head_for_all_steps_is_the_same_head_for_each():
+    """One matrix given three times gathers the gradients of all steps; the others' gradients stay."""
+    states, head, valid, teacher, index = _case()
+    arguments = (valid, [1.0, 0.8, 0.64], teacher, KL, index)
+    one, figures, _ = fused_draft_loss(states, DraftHead(head), *arguments)
+    each, others, _ = fused_draft_loss(states, [DraftHead(head)] * 3, *arguments)
+    torch.testing.assert_close(one, each)
+    torch.testing.assert_close(torch.stack([figures.loss, figures.joint]), torch.stack([others.loss, others.joint]))
+    inputs = [head, *states]
+    for mine, wanted in zip(torch.autograd.grad(one, inputs), torch.autograd.grad(each, inputs), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_frozen_heads_leave_the_gradients_of_the_states():
+    states, head, valid, teacher, index = _case()
+    arguments = (valid, [1.0, 0.8, 0.64], teacher, KL, index)
+    for frozen in (DraftHead(head.detach()), [DraftHead(head.detach())] * 3):
+        objective, *_ = fused_draft_loss(states, frozen, *arguments)
+        trained, *_ = fused_draft_loss(states, DraftHead(head), *arguments)
+        for mine, wanted in zip(
+            torch.autograd.grad(objective, states), torch.autograd.grad(trained, states), strict=True
+        ):
+            torch.testing.assert_close(mine, wanted)
+    with pytest.raises(AssertionError, match="one for each step"):
+        fused_draft_loss(states, [DraftHead(head)] * 2, *arguments)
+
+
 def test_rows_that_do_not_count_get_no_gradient():
     states, head, valid, teacher, index = _case(seed=3)
     objective, *_ = fused_draft_loss(states, DraftHead(head), valid, [1.0] * 3, teacher, KL, index)
