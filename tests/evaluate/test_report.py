@@ -57,6 +57,16 @@ def test_headline_and_figures_appear():
     assert "Passed all 4 checks" in text and "2.91" in text and "none: no CUDA device" in text
 
 
+def test_a_tuned_target_is_told_with_its_drift():
+    report = make_report()
+    assert "tuned together" not in render_html(report, None)
+    report["target"] |= {"tuned_from": "some/model"}
+    assert "tuned together with the draft" in Page(render_html(report, None)).text
+    report["target"] |= {"drift": 0.01234, "same_choice": 0.9876}
+    text = Page(render_html(report, None)).text
+    assert "0.0123 nats from the unchanged target, the same choice at 98.8% of positions" in text
+
+
 def test_groups_have_their_baseline_first_and_trained_drafts_before_the_others():
     groups = report_summary.group_runs(make_report()["runs"])
     assert [group.title for group in groups] == [
