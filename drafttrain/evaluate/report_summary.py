@@ -40,7 +40,7 @@ RUN_KEYS = (
     *("peak_memory_bytes", "predicted", "prompts", "notes", "denominator"),
 )
 SECTION_KEYS = {
-    "target": ("name", "fingerprint"),
+    "target": ("name", "fingerprint", "tuned_from", "drift", "same_choice"),
     "device": ("name", "dtype", "threads", "capture", "peak_memory_bytes"),
     "prompts": ("name", "count", "requested", "max_new_tokens", "train_overlap", "repeated_8gram_share"),
     "engine": ("name", "version"),
