@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Train and measure drafts for a small real model on the CPU, end to end
 	$(VENV)/bin/python -m drafttrain demo
 
+# One thread: the models are tiny, and threads that wait for each other cost more than they do.
 test: setup ## Run the tests
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 
 lint: setup ## Check style and formatting with ruff
 	$(VENV)/bin/python -m ruff check .
