@@ -180,17 +180,32 @@ def _marked(runs: Iterable[Run]) -> list[dict[str, str]]:
 
 
 def _slower(groups: Iterable[Group]) -> list[dict[str, str]]:
-    """Trained drafts that lose to plain decoding at every K that was measured."""
+    """Trained drafts that lose to plain decoding at every K that was measured, and what an iteration of them costs."""
     lines = []
     for group in groups:
-        best: dict[str, float] = {}
+        best: dict[str, dict] = {}
         for run in group.runs:
             if is_trained_draft(run) and not mark_of(run) and run.get("speedup") is not None:
                 label = series_label(run)
-                best[label] = max(best.get(label, 0.0), run["speedup"])
-        lines += [f"{label} {value:.2f}× ({_lower(group.title)})" for label, value in best.items() if value < 1]
+                best[label] = max(best.get(label, run), run, key=lambda one: one["speedup"])
+        lines += [
+            f"{label} {run['speedup']:.2f}× ({_lower(group.title)}{_costs(run)})"
+            for label, run in best.items()
+            if run["speedup"] < 1
+        ]
     text = f"At every measured K: {', '.join(lines)}. Serve without a draft there."
     return [{"level": "warn", "title": "Slower than plain decoding", "text": text}] if lines else []
+
+
+def _costs(run: Mapping[str, Any]) -> str:
+    """Why a run is no faster: what its iteration brings against what it costs, in plain steps; empty where unknown."""
+    c, v, o = (run.get(name) for name in ("c", "v", "o"))
+    if c is None or v is None or o is None:
+        return ""
+    return (
+        f": at K = {run['k']} an iteration brings {run['mean_acceptance_length']:.2f} tokens and costs "
+        f"{v + run['k'] * c + o:.2f} plain steps, {run['k'] * c:.2f} of them drafting"
+    )
 
 
 def _lower(title: str) -> str:

@@ -316,3 +316,13 @@ def test_the_page_prints_in_the_light_with_everything_open():
     assert "@media screen and (prefers-color-scheme: dark)" in style and dark < printing
     assert "details::details-content { content-visibility: visible" in style[printing:]
     assert ".part { break-before: page; }" in style[printing:]
+
+
+def test_a_draft_that_never_pays_is_told_what_an_iteration_costs():
+    report = make_sweep()
+    (run,) = [run for run in report["runs"] if run["draft"] == "eagle3" and run["concurrency"] == 16]
+    run |= {"k": 3, "c": 0.2, "v": 1.5, "o": 0.1, "mean_acceptance_length": 1.76, "speedup": 0.8}
+    text = " ".join(page_of(report).text.split())
+    assert "at K = 3 an iteration brings 1.76 tokens and costs 2.20 plain steps, 0.60 of them drafting" in text
+    run["c"] = None
+    assert "an iteration brings" not in page_of(report).text
