@@ -132,14 +132,14 @@ def check_folder(folder: Path) -> None:
         read_header(path)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, mend: str = "download or write it again") -> dict:
     """A JSON object from a file; TargetError when it is broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TargetError(f"{path} cannot be read as JSON ({error}). Mend: download or write it again.") from error
+        raise TargetError(f"{path} cannot be read as JSON ({error}). Mend: {mend}.") from error
     if not isinstance(content, dict):
-        raise TargetError(f"{path} holds a JSON {type(content).__name__}. Expected an object.")
+        raise TargetError(f"{path} holds a JSON {type(content).__name__}. Expected an object. Mend: {mend}.")
     return content
 
 

@@ -106,8 +106,13 @@ def budget_of(recipe: Recipe) -> dict[str, Any]:
     return {"max_steps": recipe.training.max_steps, "max_minutes": recipe.training.max_minutes}
 
 
-def run_variant(name: str, recipe: Recipe, base: RunFolder, output: Path, target: Target) -> None:
-    """Train one variant, unless that is done; a run that was cut off goes on. RunError for one of another budget."""
+def run_variant(
+    name: str, recipe: Recipe, base: RunFolder, output: Path, target: Target, same_features: bool = True
+) -> None:
+    """Train one variant, unless that is done; a run that was cut off goes on. RunError for one of another budget.
+
+    same_features: it reads what the base run has stored.
+    """
     run, done = RunFolder(output / name), output / name / "done.json"
     if done.exists():
         found = json.loads(done.read_text())
@@ -119,7 +124,7 @@ def run_variant(name: str, recipe: Recipe, base: RunFolder, output: Path, target
         return
     run.claim(recipe)
     with run.lock():
-        share_answers(base, run, recipe.features.source)
+        share_answers(base, run, recipe.features.source if same_features else "online")
         train(recipe, run, target, say=lambda line: print(f"{name}: {line}", flush=True))
         write_json(done, budget_of(recipe))
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_kd import PROMPTS, SPLITS, base_settings, recipe_of, share_answers
+from bench_kd import PROMPTS, SPLITS, base_settings, recipe_of, run_variant
 from rich.console import Console
 from rich.table import Table
 
 from drafttrain.cli import quiet_libraries, run_command
-from drafttrain.data.files import write_json
 from drafttrain.data.prepare import prepare
 from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.demo import demo_target
@@ -31,7 +30,6 @@ from drafttrain.evaluate.run import compare_drafts, settings_with
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target
 from drafttrain.training.callbacks import read_log
-from drafttrain.training.run import train
 
 SEEDS = (0, 1, 2)
 
@@ -65,25 +63,6 @@ def method_recipe(target: Target, prompts: Path, minutes: float, changes: dict[s
     base["training"] |= {"max_minutes": minutes, "eval_steps": 100}
     sections = {name: value for name, value in changes.items() if name != "method"}
     return recipe_of(base, sections)
-
-
-def run_variant(name: str, recipe: Recipe, base: RunFolder, output: Path, target: Target) -> None:
-    """Train one variant, unless that is done; a run that was cut off goes on. RunError for one of another budget."""
-    run, done = RunFolder(output / name), output / name / "done.json"
-    budget = {"max_minutes": recipe.training.max_minutes}
-    if done.exists():
-        found = json.loads(done.read_text())
-        if found != budget:
-            raise RunError(
-                f"{run.path} was trained with {found}, {budget} is asked for. Expected one budget for all. Mend: "
-                "another --output, or remove that folder."
-            )
-        return
-    run.claim(recipe)
-    with run.lock():
-        share_answers(base, run, "online")
-        train(recipe, run, target, say=lambda line: print(f"{name}: {line}", flush=True))
-        write_json(done, budget)
 
 
 def table(report: dict[str, Any], runs: dict[str, RunFolder]) -> Table:
@@ -135,7 +114,8 @@ def main(
     with first.lock():
         prepared = prepare(method_recipe(target, folder, minutes, {}), first, target)
     for name in only if only is not None else planned:
-        run_variant(name, method_recipe(target, folder, minutes, planned[name]), first, output, target)
+        recipe = method_recipe(target, folder, minutes, planned[name])
+        run_variant(name, recipe, first, output, target, same_features=recipe.method == "kd")
     runs = {name: RunFolder(output / name) for name in planned if (output / name / "done.json").exists()}
     if not measure or not runs:
         return

@@ -31,9 +31,9 @@ def test_all_see_the_same_answers_for_the_same_minutes(recipes):
 def test_a_run_of_another_budget_is_refused(recipes, tmp_path):
     (tmp_path / "out" / "medusa").mkdir(parents=True)
     done = tmp_path / "out" / "medusa" / "done.json"
-    done.write_text(json.dumps({"max_minutes": 9.0}))
+    done.write_text(json.dumps({"max_steps": -1, "max_minutes": 9.0}))
     bench.run_variant("medusa", recipes["medusa"], None, tmp_path / "out", None)  # Done: nothing is touched.
-    done.write_text(json.dumps({"max_minutes": 4.0}))
+    done.write_text(json.dumps({"max_steps": -1, "max_minutes": 4.0}))
     with pytest.raises(RunError, match="4.0.*9.0"):
         bench.run_variant("medusa", recipes["medusa"], None, tmp_path / "out", None)
 

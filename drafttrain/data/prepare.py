@@ -91,7 +91,7 @@ def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print) ->
     on, DraftError for a small model that cannot be built.
     """
     layers = feature_layers(recipe, target)
-    if recipe.method == "kd":
+    if recipe.method == "kd" and not (run.prepared / "manifest.json").exists():
         check_student(recipe.draft, target)
     run.prepared.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(recipe, run, target)

@@ -20,7 +20,8 @@ from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.nn.objective import Objective
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
 from drafttrain.nn.tree import StaticTree, Tree
-from drafttrain.target import Target, TargetStep
+from drafttrain.target import Target, TargetError, TargetStep
+from drafttrain.target_files import read_json
 
 GATE_NATS = 0.5
 TUNED = "target"
@@ -266,12 +267,9 @@ def write_provenance(folder: Path, target: Target, **details: Any) -> None:
 def read_facts(path: Path) -> dict[str, Any]:
     """A JSON object of a draft's folder; DraftError where it is broken."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DraftError(f"{path} cannot be read as JSON ({error}). Mend: export the draft again.") from error
-    if not isinstance(content, dict):
-        raise DraftError(f"{path} holds a JSON {type(content).__name__}. Expected an object. Mend: export it again.")
-    return content
+        return read_json(path, "export the draft again")
+    except TargetError as error:
+        raise DraftError(str(error)) from error
 
 
 def tuned_target(folder: Path) -> Path | None:

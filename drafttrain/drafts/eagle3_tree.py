@@ -113,7 +113,5 @@ class Eagle3TreeProposer(Eagle3Proposer):
         columns = [*run_rows, *nodes]
         seen = torch.zeros(1, len(nodes), len(columns), dtype=torch.bool)
         for i, node in enumerate(nodes):
-            while node >= 0:
-                seen[0, i, columns.index(node)] = True
-                node = self.tree.parents[node]
+            seen[0, i, [columns.index(own) for own in self.tree.lineage(node)]] = True
         return seen

@@ -159,14 +159,11 @@ class MedusaDraft(Draft):
         assert self.teacher is not None, "attach a target first"
         teacher, tokens = self.teacher, batch.input_ids
         normed = teacher.normed(batch.last_hidden)
-        embedded = None if self.embed_weight is None else self.embed(tokens)
-        states = []
-        for i in range(self.steps):
-            between = None
-            if embedded is not None:
-                ahead = [F.pad(embedded, (0, 0, 0, 1 + j))[:, 1 + j :] for j in range(i + 1)]
-                between = torch.stack(ahead, -2)
-            states.append(self.state(i, normed, between))
+        ahead = None
+        if self.embed_weight is not None:
+            embedded = self.embed(tokens)
+            ahead = torch.stack([F.pad(embedded, (0, 0, 0, 1 + j))[:, 1 + j :] for j in range(self.steps)], -2)
+        states = [self.state(i, normed, None if ahead is None else ahead[..., : i + 1, :]) for i in range(self.steps)]
         weights = [head.weight for head in self.lm_heads] or [teacher.weight]
         next_token = F.pad(tokens[:, 1:], (0, 1))
         objective, figures, _ = fused_draft_loss(

@@ -64,7 +64,7 @@ class MedusaProposer(Proposer):
             n = len(parents)
             if not draft.shape.sequential:
                 return draft.logits(level, draft.state(level, self._normed, None))[:, None].expand(-1, n, -1)
-            paths = torch.tensor([ancestry(tree, parent) for parent in parents], dtype=torch.long).view(n, level)
+            paths = torch.tensor([tree.lineage(parent) for parent in parents], dtype=torch.long).view(n, level)
             first = self._next.to(tokens.device)[:, None, None].expand(-1, n, 1)
             between = self._embed(torch.cat([first, tokens[:, paths.to(tokens.device)]], -1))
             normed = self._normed[:, None].expand(-1, n, -1)
@@ -75,12 +75,3 @@ class MedusaProposer(Proposer):
     def keep(self, rows: Sequence[int]) -> None:
         index = torch.as_tensor(rows, dtype=torch.long)
         self._normed, self._next = self._normed[index.to(self._normed.device)], self._next[index]
-
-
-def ancestry(tree: StaticTree, node: int) -> list[int]:
-    """The nodes from a child of the root down to the node itself; empty for the root, -1."""
-    out: list[int] = []
-    while node >= 0:
-        out.insert(0, node)
-        node = tree.parents[node]
-    return out

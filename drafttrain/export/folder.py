@@ -65,7 +65,6 @@ def export_draft(
     draft = load_draft(draft_folder, target)
     dtypes = stored_dtypes(draft_folder)  # As loaded would not do: CPUs load float16 as bfloat16.
     stored = max(set(dtypes), key=dtypes.count)
-    padded = isinstance(draft, KdDraft) and draft.aligned
     files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file())
     _check_place(folder, files)
     if isinstance(draft, MedusaDraft):
@@ -73,20 +72,20 @@ def export_draft(
         k = medusa.check_heads(draft, k)
 
     def fill(path: Path) -> None:
-        original = isinstance(draft, MedusaDraft) and engine == "tensorrt-llm"
-        if original or (isinstance(draft, MedusaDraft) and not medusa.is_written(draft, draft_folder, k)):
-            exact = _exact(draft, draft_folder, target, stored, dtype)
-            write = medusa.write_original if original else medusa.write_medusa
-            write(exact, target, path, dtype or stored, k, **_details(draft_folder))
-        elif dtype in (None, stored) and not padded:
+        if isinstance(draft, MedusaDraft):
+            as_stored = engine != "tensorrt-llm" and medusa.is_written(draft, draft_folder, k)
+        else:
+            as_stored = not (isinstance(draft, KdDraft) and draft.aligned)
+        if as_stored and dtype in (None, stored):
             for name in files:
                 shutil.copyfile(draft_folder / name, path / name)
-        elif dtype in (None, stored):
-            exact = KdDraft.from_pretrained(draft_folder, stored).to(target.device).attach(target)
-            write_draft(exact, target, path, stored)
         else:
-            exact = _exact(draft, draft_folder, target, stored, dtype)
-            write_draft(exact, target, path, dtype, **_details(draft_folder))
+            exact, details = _exact(draft, draft_folder, target, stored, dtype), _details(draft_folder)
+            if isinstance(draft, MedusaDraft):
+                write = medusa.write_original if engine == "tensorrt-llm" else medusa.write_medusa
+                write(exact, target, path, dtype or stored, k, **details)
+            else:
+                write_draft(exact, target, path, dtype or stored, **details)
         if k is not None and isinstance(draft, KdDraft):
             kd.assistant_settings(target, k).save_pretrained(path)
 

@@ -71,6 +71,14 @@ class StaticTree:
             out.append([*(out[parent] if parent >= 0 else []), rank])
         return out
 
+    def lineage(self, node: int) -> list[int]:
+        """The nodes from a child of the root down to the node itself; empty for the root, -1."""
+        out: list[int] = []
+        while node >= 0:
+            out.insert(0, node)
+            node = self.parents[node]
+        return out
+
     @property
     def depth(self) -> int:
         return self.depths[-1]

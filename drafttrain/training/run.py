@@ -70,7 +70,7 @@ def train(
     if not trainer.eval_dataset and state.is_main_process:
         _save(draft, target, run.draft, dtype)
     if recipe.method == "medusa" and state.is_main_process:
-        _calibrate_tree(recipe, run, target, prepared, sources, say)
+        _calibrate_tree(recipe, run, target, prepared, trainer, say)
     minutes = trainer.budget.seconds() / 60
     best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
     tuned = tuned_words(run.draft) if recipe.draft.lora is not None and state.is_main_process else ""
@@ -90,21 +90,18 @@ def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **prov
         raise _unwritten(folder, error) from error
 
 
-def _calibrate_tree(recipe: Recipe, run: RunFolder, target: Target, prepared: Prepared, sources: dict, say) -> None:
+def _calibrate_tree(recipe: Recipe, run: RunFolder, target: Target, prepared: Prepared, trainer, say) -> None:
     """The best draft's tree, into its folder and the masters', unless that is done or not wanted."""
     rows = prepared.rows.get("validation", [])
     if not rows or recipe.draft.tree_nodes == 0 or tree_calibration.calibrated(run.draft):
         return
-    settings, source = recipe.training, sources["validation"]
+    source = trainer.sources["validation"]
     if tuned_target(run.draft) is not None:
         target = load_served(recipe.target, run.draft)
         source = online_source(recipe, target, [])
-    sampler = TokenBudgetSampler(
-        [len(row["input_ids"]) for row in rows], settings.max_tokens_per_batch, 1, settings.seed
-    )
     batches = (
         batch_on(source.attach(Batch(**collate([rows[i] for i in indices]))), target.device)
-        for indices in sampler.batches()
+        for indices in trainer.validation_batches
     )
     texts = [row["input_ids"] for row in rows]
     # The draft's own folder last: a tree in it says that the masters have theirs.

@@ -70,7 +70,7 @@ class DraftTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.sampler: TokenBudgetSampler | None = None
         self.best = _read_best(run)
-        self._validation_batches = self._sampler("validation", 1).batches() if "validation" in rows else []
+        self.validation_batches = self._sampler("validation", 1).batches() if "validation" in rows else []
 
     # --- data
 
@@ -166,7 +166,7 @@ class DraftTrainer(Trainer):
         was_training = draft.training
         draft.eval()
         sums = None
-        for indices in self._validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
+        for indices in self.validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
             with self.accelerator.autocast():
                 output = draft(batch_on(self.sources["validation"].attach(batch), self.args.device))

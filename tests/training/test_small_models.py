@@ -1,6 +1,7 @@
 """Distilling small models through the one trainer: sources agree, a resume is exact, on-policy batches are counted."""
 
 import json
+import shutil
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 
 from drafttrain.data.conversations import DataError
 from drafttrain.data.features import OnlineFeatures
-from drafttrain.data.prepare import prepare
+from drafttrain.data.prepare import load_prepared, prepare
 from drafttrain.data.teacher_cache import TopKFeatures
 from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.loading import load_draft
@@ -126,6 +127,10 @@ def test_a_sibling_is_trained_and_one_of_another_tokenizer_refused(tmp_path) -> 
     sibling = write_target(tmp_path / "sibling", num_hidden_layers=2)
     run = trained(tmp_path, "run", draft={"init_from": str(sibling)}, max_steps=4)
     assert any("embed_tokens" in name for name in weights(run))
+    recipe = recipe_for(tmp_path, draft={"init_from": str(sibling)}, max_steps=4)
+    target = make_target(recipe)
+    shutil.rmtree(sibling)  # What was prepared and trained needs it no more.
+    assert load_prepared(recipe, run, target).rows["train"]
     words = make_tokenizer(specials=("<pad>", "<eos>", "<bos>", "<|im_end|>"))
     other = save(tmp_path / "stranger", make_model("Llama", num_hidden_layers=2), words)
     with pytest.raises(DraftError, match="another tokenizer"):
