@@ -115,7 +115,9 @@ def main(
         prepared = prepare(method_recipe(target, folder, minutes, {}), first, target)
     for name in only if only is not None else planned:
         recipe = method_recipe(target, folder, minutes, planned[name])
-        run_variant(name, recipe, first, output, target, same_features=recipe.method == "kd")
+        likewise = name.startswith("medusa-") and (output / "medusa" / "done.json").exists()
+        base = RunFolder(output / "medusa") if likewise else first
+        run_variant(name, recipe, base, output, target, same_features=likewise or recipe.method == "kd")
     runs = {name: RunFolder(output / name) for name in planned if (output / name / "done.json").exists()}
     if not measure or not runs:
         return
