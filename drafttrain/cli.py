@@ -13,6 +13,7 @@ from rich.text import Text
 from drafttrain.cli_common import AsJson, console_for, say_for, served_target
 from drafttrain.cli_measure import register as register_measuring
 from drafttrain.cli_plan import register as register_planning
+from drafttrain.cli_serve import register as register_serving
 from drafttrain.errors import UserError
 
 app = typer.Typer(
@@ -163,6 +164,7 @@ def run_training_script(method: str, words: str) -> None:
 
 register_measuring(app)
 register_planning(app)
+register_serving(app)
 
 
 @app.command()

@@ -41,20 +41,21 @@ def open_source(source: str, target: str | None):
     return run, recipe, served_target(run, recipe, target)
 
 
-def served_target(run, recipe, target: str | None):
+def served_target(run, recipe, target: str | None, dtype: str | None = None):
     """The loaded target that a run's draft is served with: the one that is named, that which was tuned together with
-    the draft (Medusa-2; a line on stderr says so), or the recipe's.
+    the draft (Medusa-2; a line on stderr says so), or the recipe's. dtype: other than the recipe's.
     """
     from drafttrain.drafts.base import tuned_words
     from drafttrain.drafts.loading import load_served
     from drafttrain.target import load_target
 
     if target:
-        return load_target(target)
+        return load_target(target, dtype=dtype or "auto")
     tuned = tuned_words(run.draft)
     if tuned:
         say_for(True)(f"the draft is {tuned}")
-    return load_served(recipe.target, run.draft)
+    settings = recipe.target.model_copy(update={"dtype": dtype}) if dtype else recipe.target
+    return load_served(settings, run.draft)
 
 
 def training_rows(recipe, run, target, say) -> list:

@@ -26,26 +26,20 @@ from rich.console import Console
 
 from drafttrain.cli import run_command
 from drafttrain.data.files import write_json
-from drafttrain.data.progress import progress_bar
 from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import prompt_ids
-from drafttrain.drafts.base import Proposer
 from drafttrain.drafts.loading import draft_method, find_draft
-from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.agreement import (
     CRITERION,
     agreement,
     agreement_table,
-    columns,
-    decode_one,
     proposer_as_served,
 )
-from drafttrain.evaluate.engine_settings import VLLM_METHODS
-from drafttrain.evaluate.engines import EngineDraft, EngineError, evaluate_vllm
-from drafttrain.export.base import ExportError
+from drafttrain.evaluate.engines import EngineError
 from drafttrain.export.medusa import check_target
-from drafttrain.export.serve import VLLM_WITHOUT_HOOKS, check_engine
-from drafttrain.target import Target, load_target
+from drafttrain.export.serve import check_engine
+from drafttrain.export.serve_check import check_heads, measure_ours, measure_vllm
+from drafttrain.target import load_target
 
 SEED = 1
 DEFAULTS = {"kd": {"prompts": 32, "max_new_tokens": 48, "k": 4}}
@@ -57,49 +51,7 @@ def defaults(method: str, folder: Path, k: int | None) -> dict[str, int]:
     check_engine("vllm", method, folder)
     if method != "medusa":
         return DEFAULTS.get(method, OTHERWISE)
-    heads = MedusaConfig.load(folder).num_heads
-    if k is not None and k > heads:
-        raise ExportError(f"--k is {k} and the draft has {heads} heads. Expected at most as many. Mend: a smaller --k")
-    return OTHERWISE | {"k": heads}
-
-
-def measure_ours(target: Target, prompts, proposer: Proposer | None, k: int, count: int, label: str) -> dict[str, list]:
-    """Columns of `decode_one`, one prompt at a time, after a warm-up on the first."""
-    rows = []
-    with progress_bar("ours", len(prompts)) as update:
-        decode_one(target, prompts[0], proposer, k, 8)
-        for index, prompt in enumerate(prompts):
-            update(index, label)
-            rows.append(decode_one(target, prompt, proposer, k, count))
-        update(len(prompts), label)
-    return columns(rows)
-
-
-def measure_vllm(
-    python: Path, target: Target, draft: Path, prompts, k: int, count: int, plain_tokens
-) -> dict[str, Any]:
-    """vLLM's report on the same prompts: its plain run where ours are given, then the draft's."""
-    method = draft_method(draft)
-    hooks = method == "eagle3" and target.config.model_type in VLLM_WITHOUT_HOOKS
-    with progress_bar("vLLM", (2 if plain_tokens else 1) * len(prompts)) as update:
-        report = evaluate_vllm(
-            python,
-            target.folder,
-            [EngineDraft(VLLM_METHODS[method], draft.resolve())],
-            prompts,
-            k=[k],
-            max_new_tokens=count,
-            dtype=str(target.dtype).removeprefix("torch."),
-            plain=plain_tokens is not None,
-            model_impl="transformers" if hooks else "auto",
-            target_name=target.title,
-            fingerprint=target.fingerprint,
-            plain_tokens=plain_tokens,
-            progress=update,
-        )
-    if report["interrupted"]:
-        raise EngineError(f"vLLM ended early, nothing is compared: {report['interruption']}")
-    return report
+    return OTHERWISE | {"k": check_heads(folder, k)}
 
 
 def texts(ours: Mapping[str, Any], report: Mapping[str, Any]) -> str:
