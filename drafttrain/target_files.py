@@ -2,6 +2,7 @@
 
 A GGUF file is turned into safetensors once, in the cache. Whatever is wrong with the files ends in a TargetError."""
 
+import fcntl
 import hashlib
 import http.client
 import importlib.util
@@ -322,7 +323,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 def convert_gguf(path: Path) -> Path:
     """The folder in the cache that holds a GGUF file as bf16 safetensors, written on first use.
 
-    The folder is complete or absent: it is written beside its name and renamed; of two at once the first one stays."""
+    The folder is complete or absent: it is written beside its name and renamed. Others wait for the first to do so."""
     if not path.is_file():
         raise TargetError(f"No GGUF file at {path}. Mend: check target.name_or_path and target.gguf_file.")
     size = path.stat().st_size
@@ -339,17 +340,21 @@ def convert_gguf(path: Path) -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(cache_folder() / f"gguf-{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _convert_into(folder, path, size)
+    return folder
+
+
+def _convert_into(folder: Path, path: Path, size: int) -> None:
     beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
     try:
         with Console(stderr=True).status(f"Converting {path.name} to safetensors (once, {size / 1e6:.0f} MB)"):
             write_dequantized(path, beside)
         os.replace(beside, folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return folder
 
 
 def write_dequantized(path: Path, folder: Path) -> None:

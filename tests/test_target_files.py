@@ -78,18 +78,24 @@ def test_gguf_is_converted_once(tiny_gguf):
     assert (again.folder / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_gguf_conversion_that_loses_the_race_takes_the_other_folder(tiny_gguf, monkeypatch):
+def test_a_second_gguf_conversion_waits_for_the_first(tiny_gguf, monkeypatch):
     path, _ = tiny_gguf
-    folder = convert_gguf(path)
-    kept = folder.rename(folder.with_name("kept"))
+    calls, inside = [], threading.Event()
 
-    def other_process_is_faster(path, beside):
+    def slow(path, beside):
+        calls.append(path)
+        inside.set()
+        time.sleep(0.5)
         (beside / "config.json").write_text("{}")
-        kept.rename(folder)
 
-    monkeypatch.setattr(target_files, "write_dequantized", other_process_is_faster)
-    assert convert_gguf(path) == folder
-    assert (folder / "model.safetensors").is_file() and list(folder.parent.iterdir()) == [folder]
+    monkeypatch.setattr(target_files, "write_dequantized", slow)
+    first = threading.Thread(target=convert_gguf, args=(path,))
+    first.start()
+    assert inside.wait(10)
+    folder = convert_gguf(path)
+    first.join()
+    assert calls == [path]
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
 
 
 def test_interrupted_gguf_conversion_leaves_nothing(tiny_gguf, monkeypatch):
