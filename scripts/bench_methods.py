@@ -6,7 +6,8 @@ EAGLE-3, Medusa heads (with their calibrated tree), sequential heads and a small
 the target's own answers to 512 prompts from the standard library (8,192 draft words, the small model all), each for the
 given minutes on this machine; features are stored before the clock starts. Then all of them and n-gram lookup draft for
 the same held-out prompts, at T = 0 and 0.8: acceptance length, speedup, paired differences, in `drafttrain compare`'s
-report. Medusa heads are trained with three seeds. What is done is kept: run again to go on; --only NAME trains some.
+report. Medusa heads are trained with three seeds, which a second, greedy report compares. What is done is kept: run
+again to go on; --only NAME trains some.
 Alone on two CPU cores: six times --minutes, and half an hour.
 """
 
@@ -131,10 +132,20 @@ def main(
         ngram=True,
     )
     rows = [row["input_ids"] for row in prepared.rows["train"]]
-    sources = {name: run.path for name, run in runs.items()}
+    seeds = {name: run for name, run in runs.items() if name == "medusa" or name.startswith("medusa-seed")}
+    once = {name: run for name, run in runs.items() if name == "medusa" or name not in seeds}
+    measure_all(once, target, settings, recipe, rows, output / "evaluation")
+    if len(seeds) > 1:
+        settings = settings_with(settings, k=[max(settings.k)], temperature=[0.0], ngram=False)
+        measure_all(seeds, target, settings, recipe, rows, output / "evaluation-seeds")
+
+
+def measure_all(runs: dict[str, RunFolder], target: Target, settings, recipe: Recipe, rows, folder: Path) -> None:
+    """One report of these runs, and its table."""
     started = time.perf_counter()
+    sources = {name: run.path for name, run in runs.items()}
     report = compare_drafts(sources, target, settings, recipe=recipe, training_rows=rows)
-    _, html = write_report(report, output / "evaluation")
+    _, html = write_report(report, folder)
     Console(width=160).print(table(report, runs))
     print(json.dumps({"prompts": report["prompts"], "minutes": round((time.perf_counter() - started) / 60, 1)}))
     print("report in", html)
