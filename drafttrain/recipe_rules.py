@@ -1,12 +1,14 @@
 """What settings of a recipe contradict each other or its method: settings that would be ignored are errors too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
 SMALL_MODEL = ("student", "keep_layers", "choose_layers", "train_embeddings", "lora")
 MEDUSA = ("num_heads", "own_heads", "sequential", "tree_nodes")
+EAGLE3 = ("norm_before_residual", "fc_norm", "norm_output", "sliding_window")
 MEDUSA_2 = ("target_learning_rate", "anchor", "warmup_heads_steps")
+MEASURED = ("acceptance_steps", "acceptance_prompts", "acceptance_new_tokens", "acceptance_k")
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 ENGINES = {
     "eagle3": ("vllm", "sglang", "tensorrt-llm", "llama.cpp"),
@@ -14,6 +16,26 @@ ENGINES = {
     "kd": ("vllm", "sglang", "transformers", "llama.cpp"),
 }
 """Which engines serve each kind of draft."""
+ONE_LAYOUT = {
+    "norm_before_residual": "it ignores that",
+    "num_hidden_layers": "it names layers behind the first otherwise",
+    "sliding_window": "it knows no window of a draft",
+    "train_embeddings": "it puts the target's embeddings in their place",
+    "features.layers": "it counts layers from hs[1] on",
+}
+UNSERVED = {
+    "vllm": {},
+    "sglang": ONE_LAYOUT,
+    "tensorrt-llm": ONE_LAYOUT,
+    "llama.cpp": {
+        "fc_norm": "it knows EAGLE-3 without",
+        "norm_output": "it knows EAGLE-3 without",
+        "num_hidden_layers": "it builds one layer",
+        "sliding_window": "it knows no window of a draft",
+        "features.layers": "it reads three layers",
+    },
+}
+"""What of an EAGLE-3 draft an engine would serve otherwise than it was trained, without an error, and why."""
 
 
 def student_kind(draft) -> str:
@@ -30,6 +52,7 @@ def contradictions(recipe) -> Iterator[str]:
     if recipe.method != "medusa" or recipe.draft.lora is None:
         for name in _changed(recipe.training, MEDUSA_2):
             yield f"training.{name}: is for Medusa heads that tune the target; expected method medusa with draft.lora"
+    yield from _selection(recipe)
     engine, served = recipe.export.engine, ENGINES.get(recipe.method)
     if served and engine not in served:
         yield f"export.engine: found {engine!r}, expected one of {', '.join(served)} for method {recipe.method}"
@@ -42,16 +65,37 @@ def _changed(section: BaseModel, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if getattr(section, name) != type(section).model_fields[name].default]
 
 
+def _selection(recipe) -> Iterator[str]:
+    """How the draft that is kept is chosen."""
+    training = recipe.training
+    if not recipe.data.validation:
+        for name in _changed(training, ("select_by", "early_stopping_patience")):
+            yield f"training.{name}: drafts are measured on data.validation, which is empty; expected some"
+        return
+    if training.select_by == "loss":
+        for name in _changed(training, MEASURED):
+            yield f"training.{name}: training.select_by is 'loss'; expected acceptance, or no {name}"
+    if training.acceptance_steps is not None and training.acceptance_steps % training.eval_steps:
+        yield (
+            f"training.acceptance_steps: found {training.acceptance_steps}, expected a multiple of training.eval_steps "
+            f"{training.eval_steps}: acceptance is measured together with the validation loss"
+        )
+    heads = recipe.draft.num_heads or 4
+    if recipe.method == "medusa" and _changed(training, ("acceptance_k",)) and training.acceptance_k > heads:
+        yield f"training.acceptance_k: found {training.acceptance_k} for {heads} heads; expected at most as many"
+
+
 def _heads(recipe) -> Iterator[str]:
     """Methods that draft from the target's own features."""
     for name in _changed(recipe.draft, SMALL_MODEL):
-        if name == "lora" and recipe.method == "medusa":
+        if (name, recipe.method) in (("lora", "medusa"), ("train_embeddings", "eagle3")):
             continue
         yield f"draft.{name}: found {getattr(recipe.draft, name)!r}, which is for method kd; this is {recipe.method}"
     if recipe.method == "medusa":
         yield from _medusa(recipe)
     else:
-        for name in _changed(recipe.draft, ("num_hidden_layers", *MEDUSA)):
+        yield from _eagle3(recipe)
+        for name in _changed(recipe.draft, MEDUSA):
             yield f"draft.{name}: found {getattr(recipe.draft, name)!r}; method {recipe.method} has no such choice"
     for name in _changed(recipe.training, ("temperature", "on_policy")):
         yield f"training.{name}: only method kd has it; this is {recipe.method}"
@@ -63,8 +107,31 @@ def _heads(recipe) -> Iterator[str]:
         yield f"evaluation.quantize: only small models (method kd) are quantised; this is {recipe.method}"
 
 
+def _eagle3(recipe) -> Iterator[str]:
+    draft, layers, engine = recipe.draft, recipe.features.layers, recipe.export.engine
+    if draft.head_dim is not None and draft.head_dim % 2:
+        yield f"draft.head_dim: found {draft.head_dim}, expected an even number: rotary positions turn pairs"
+    has = {name: getattr(draft, name) for name in EAGLE3}
+    has |= {"num_hidden_layers": (draft.num_hidden_layers or 1) > 1, "train_embeddings": draft.train_embeddings}
+    if draft.hidden_size is not None:
+        has["train_embeddings"] = False  # Of another size they are served; whether it is one, the target says.
+    for name, why in unserved(engine, has, layers):
+        key = name if "." in name else f"draft.{name}"
+        yield f"{key}: export.engine {engine} would serve another draft than was trained ({why}); expected vllm"
+
+
+def unserved(engine: str, has: Mapping[str, object], layers: Sequence[int] | None) -> list[tuple[str, str]]:
+    """(setting, why) of what an engine does not serve: `has` says which settings an EAGLE-3 draft makes use of, layers
+    which hs[k] it reads (None: the default three).
+    """
+    limits = UNSERVED.get(engine, {})
+    out = [(name, limits[name]) for name, used in has.items() if used and name in limits]
+    unread = layers is not None and (len(layers) != 3 if engine == "llama.cpp" else 0 in layers)
+    return [*out, ("features.layers", limits["features.layers"])] if unread and limits else out
+
+
 def _medusa(recipe) -> Iterator[str]:
-    for name in (*_changed(recipe.draft, SHAPE), *_changed(recipe.draft, ("norm_before_residual", "init_from"))):
+    for name in _changed(recipe.draft, (*SHAPE, *EAGLE3, "init_from")):
         yield f"draft.{name}: Medusa heads are as wide as the target and have no attention; leave it out"
     if recipe.training.ttt_steps != type(recipe.training).model_fields["ttt_steps"].default:
         yield "training.ttt_steps: heads are not unrolled; expected draft.num_heads"
@@ -94,7 +161,7 @@ def _small_model(recipe) -> Iterator[str]:
         yield "features.layers: a small model reads no hidden states of the target; leave it out"
     for name in _changed(training, ("ttt_steps", "step_decay")):
         yield f"training.{name}: a small model is not unrolled; leave it out"
-    for name in _changed(draft, ("norm_before_residual", *MEDUSA)):
+    for name in _changed(draft, (*EAGLE3, *MEDUSA)):
         yield f"draft.{name}: a small model has no such switch; leave it out"
     if recipe.evaluation.tree is not None:
         yield "evaluation.tree: small models draft chains only; leave it out"

@@ -96,7 +96,11 @@ class DataEntry(Section):
 
 
 class RegenerateConfig(Section):
-    """How the target answers the prompts itself before training; rows take the temperatures in turn."""
+    """How the target answers the prompts itself before training; rows take the temperatures in turn.
+
+    `server`: an OpenAI-compatible address (http://host:port/v1) that serves the target and answers in its place, as
+    `model` (None: the one it serves, which must have the target's name), `concurrency` requests at a time.
+    """
 
     max_new_tokens: Count = 512
     temperature: Temperatures = [0.0]
@@ -105,6 +109,18 @@ class RegenerateConfig(Section):
     batch_size: Count = 64
     seed: Natural = 0
     splits: Annotated[list[SplitName], BeforeValidator(_listed)] = ["train", "validation"]
+    server: Text | None = None
+    model: Text | None = None
+    concurrency: Count = 32
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> "RegenerateConfig":
+        unread = ("model", "concurrency") if self.server is None else ("batch_size",)
+        for name in unread:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                expected = "it beside server" if self.server is None else "concurrency, which counts for a server"
+                raise ValueError(f"found {name} {getattr(self, name)!r}, expected {expected}")
+        return self
 
 
 class DataConfig(Section):
@@ -137,6 +153,11 @@ class LoraConfig(Section):
 class DraftConfig(Section):
     """Shape of the draft. None takes the target's own value. `init_from` is a checkpoint to start from.
 
+    EAGLE-3: `num_hidden_layers` (None: 1); `hidden_size`, with embeddings of the draft's own where it is not the
+    target's, and `train_embeddings` for those of the same size; `sliding_window`: how many positions, its own included,
+    a row sees at most; EAGLE-3.1: `fc_norm` norms each feature before they are fused, `norm_output` feeds the normed
+    state to the next step. A draft of `init_from` keeps its own shape, feature layers and vocabulary.
+
     Medusa: `num_heads` (None: 4) of `num_hidden_layers` residual layers each (None: 1); `own_heads`: a vocabulary
     matrix for each instead of the target's; `sequential`: heads that read the tokens drafted before them;
     `tree_nodes`: of the tree calibrated on validation data (None: at most 32, as many as pay here; 0: no tree);
@@ -162,6 +183,9 @@ class DraftConfig(Section):
     sequential: bool = False
     tree_nodes: Annotated[int, Field(ge=0, le=1024)] | None = None
     norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    sliding_window: Count | None = None
     init_from: Text | None = None
 
     @model_validator(mode="after")
@@ -173,9 +197,14 @@ class DraftConfig(Section):
 
 
 class FeaturesConfig(Section):
-    """Where the target's hidden states come from and which hs[k] the draft reads (None: [2, n//2, n-3])."""
+    """Where the target's hidden states come from and which hs[k] the draft reads (None: [2, n//2, n-3]).
 
-    source: Literal["online", "store", "topk"] = "online"
+    source: `online` (the target runs on each batch), `store` (read from the disk), `hybrid` (the first rows, as many as
+    fit into `max_gib` GiB, training rows before validation rows, are stored, the target runs on the others) or `topk`.
+    """
+
+    source: Literal["online", "store", "hybrid", "topk"] = "online"
+    max_gib: Positive | None = None
     top_k: Count = 64
     layers: Annotated[list[Natural], Field(min_length=1)] | None = None
     dtype: StorageDtype = "bfloat16"
@@ -187,6 +216,13 @@ class FeaturesConfig(Section):
         if layers is not None and len(set(layers)) < len(layers):
             raise ValueError(f"found {layers}, expected distinct layers")
         return layers
+
+    @model_validator(mode="after")
+    def _room(self) -> "FeaturesConfig":
+        if (self.max_gib is None) == (self.source == "hybrid"):
+            found = "no max_gib" if self.max_gib is None else f"max_gib {self.max_gib:g}"
+            raise ValueError(f"found {found} with source {self.source}, expected max_gib with source hybrid alone")
+        return self
 
 
 class OnPolicyConfig(Section):
@@ -202,6 +238,13 @@ class OnPolicyConfig(Section):
 
 class TrainingConfig(Section):
     """Names and meanings of transformers.TrainingArguments, except the batch, which is counted in tokens.
+
+    `max_minutes` is wall-clock time, validation, measuring and saving included.
+
+    The draft that is kept is the best on validation: `select_by` acceptance, as measured in the evaluator's loop, or
+    loss (None: acceptance; without data.validation the last draft is kept). Every `acceptance_steps` (None: eval_steps)
+    and at the end `acceptance_prompts` are continued by `acceptance_new_tokens`, greedy, with `acceptance_k` drafts a
+    round. `early_stopping_patience`: training ends after so many measurements in a row without gain.
 
     Medusa-2 (draft.lora): `target_learning_rate` of the adapters on the target (None: a tenth of learning_rate), after
     `warmup_heads_steps` in which the heads alone learn; `anchor`: weight of the KL to the unchanged target.
@@ -234,6 +277,12 @@ class TrainingConfig(Section):
     on_policy: OnPolicyConfig | None = None
     logging_steps: Count = 10
     eval_steps: Count = 500
+    select_by: Literal["acceptance", "loss"] | None = None
+    early_stopping_patience: Count | None = None
+    acceptance_steps: Count | None = None
+    acceptance_prompts: Count = 16
+    acceptance_new_tokens: Annotated[int, Field(ge=2)] = 64
+    acceptance_k: Count = 4
     save_steps: Count = 500
     save_total_limit: Count = 2
     seed: Natural = 0

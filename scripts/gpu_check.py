@@ -11,7 +11,8 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from importlib.util import find_spec
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -34,7 +35,7 @@ from drafttrain.nn.objective import Objective
 from drafttrain.nn.teacher import DenseTeacher
 from drafttrain.nn.tree import DynamicTree
 from drafttrain.nn.ttt_attention import ttt_attention, ttt_attention_dense
-from drafttrain.recipe import DraftConfig
+from drafttrain.recipe import DraftConfig, LossName
 from drafttrain.specdec.decode import generate
 from drafttrain.specdec.graphs import CAPTURED, StaticSteps, capture_note
 from drafttrain.specdec.verify import Synthetic
@@ -172,6 +173,52 @@ def check_losses(checks: Checks, device: torch.device) -> None:
         for value in (found, expected)
     ]
     checks.close("losses, gradients", *gradients, 1e-3)
+
+
+def check_loss_kernel(checks: Checks, device: torch.device) -> None:
+    """Every loss as the device computes it (under CUDA the Triton kernel) against torch in fp64: the worst of all."""
+    if device.type == "cuda":
+        found = find_spec("triton") is not None
+        checks.add("loss kernel", "-" if found else "not run", "Triton" if found else "no triton: rows in torch")
+    names, shape = get_args(LossName), {"scale": 0.7, "softcap": 8.0}
+    mix = {name: 0.5 + place for place, name in enumerate(names)}
+    cases = [(name, Objective.of(name), torch.float32, True, {}) for name in names]
+    cases.append(("all, temperature, shaped head", Objective.of(mix, temperature=2.0), torch.float32, False, shape))
+    cases.append(("all, bf16", Objective.of(mix), torch.bfloat16, True, {}))
+    worst = {(part, dtype): (0.0, "") for part in ("figures", "gradients") for dtype in ("fp32", "bf16")}
+    for name, objective, dtype, part, shaped in cases:
+        mine, exact = (loss_results(device, dtype, wide, objective, part, shaped) for wide in (dtype, torch.float64))
+        for kind, found, expected in zip(("figures", "gradients"), mine, exact, strict=True):
+            key = kind, "fp32" if dtype == torch.float32 else "bf16"
+            error = ((found - expected).norm() / expected.norm()).nan_to_num(float("inf"))
+            worst[key] = max(worst[key], (error.item(), name))
+    for (kind, dtype), (error, name) in worst.items():
+        most = 1e-4 if dtype == "fp32" else 3e-2
+        detail = f"relative error at most {error:.1e} ({name}), allowed {most:.0e}"
+        checks.add(f"each loss, {kind}, {dtype}", "PASS" if error <= most else "FAIL", detail)
+
+
+def loss_results(
+    device: torch.device, dtype: torch.dtype, wide: torch.dtype, objective: Objective, part: bool, shape: dict
+) -> list[Tensor]:
+    """Figures and gradients of random rows in fp64, computed in `wide` from numbers in dtype; part: p of mass < 1."""
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *size: torch.randn(*size, generator=g).to(device, dtype).to(wide)  # noqa: E731
+    T, H, V = 24, 64, 9001
+    hidden, teacher_head, head = rand(1, T, H), 0.3 * rand(V, H), (0.3 * rand(V, H)).requires_grad_()
+    states = [rand(1, T, H).requires_grad_() for _ in range(2)]
+    logits = hidden @ teacher_head.t()
+    teacher = DenseTeacher(lambda x: x @ teacher_head.t(), hidden, logits.logsumexp(-1) + 0.1 if part else None)
+    rows, bias = torch.arange(T, device=device), 0.1 * rand(V) if shape else None
+    valid = torch.stack([((rows < T - 2 - k) & (rows != 5)).expand(1, T) for k in range(2)])
+    target, token = logits.argmax(-1), torch.randint(0, V, (1, T), generator=g).to(device)
+    arguments = DraftHead(head, bias, **shape), valid, [1.0, 0.8], teacher, objective, target, token
+    loss, figures, _ = fused_draft_loss(states, *arguments)
+    gradients = torch.autograd.grad(loss, [head, *states])
+    return [
+        torch.cat([x.detach().double().flatten() for x in group])
+        for group in ((loss, figures.loss, figures.alpha, figures.hits), gradients)
+    ]
 
 
 def check_steps(checks: Checks, device: torch.device) -> None:
@@ -333,6 +380,7 @@ def main(
             checks.add(name, "not run", "no CUDA device")
     checks.section("attention", lambda: check_attention(checks, device))
     checks.section("losses", lambda: check_losses(checks, device))
+    checks.section("each loss", lambda: check_loss_kernel(checks, device))
     checks.section("steps", lambda: check_steps(checks, device))
     checks.section("target", lambda: measure(checks, device, TINY if tiny else FULL))
     name = "cpu, tiny model" if tiny else torch.cuda.get_device_name(device)

@@ -75,7 +75,7 @@ def test_prepare_train_evaluate_export(cli, tmp_path) -> None:
     assert {r["k"] for r in report["runs"]} == {0, 1, 3} and (run / "evaluation" / "test" / "report.html").exists()
     status, out, _ = cli("export", run, "--engine", "vllm")
     assert status == 0 and f"vllm serve {tmp_path / 'target'}" in out
-    assert left(run / "export" / "vllm") == {"config.json", "model.safetensors", "drafttrain.json"}
+    assert left(run / "export" / "vllm") == {"README.md", "config.json", "model.safetensors", "drafttrain.json"}
 
 
 def test_json_is_one_object_on_stdout(cli, tmp_path) -> None:
@@ -299,7 +299,7 @@ def test_medusa_heads_are_exported_and_all_drafted_with(cli, trained, tmp_path) 
     assert status == 0 and "all 3 heads draft; with fewer num_speculative_tokens" in text, err
     status, text, err = cli(*call, "--engine", "tensorrt-llm")
     assert status == 0 and json.loads(text)["command"] is None, err
-    assert left(out) == {"config.json", "medusa_lm_head.safetensors", "drafttrain.json"}
+    assert left(out) == {"README.md", "config.json", "medusa_lm_head.safetensors", "drafttrain.json"}
     fails(cli(*call, "--k", "4"), "--k is 4 and the draft has 3 heads", "Mend:")
     fails(cli(*call, "--engine", "sglang"), "expected one of vllm, tensorrt-llm for method medusa")
 

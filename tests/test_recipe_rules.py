@@ -17,7 +17,20 @@ def lines_of(method: str, **sections) -> list[str]:
 @pytest.mark.parametrize(
     ("method", "sections", "key"),
     [
-        ("eagle3", {"draft": {"num_hidden_layers": 2}}, "draft.num_hidden_layers"),
+        ("eagle3", {"draft": {"head_dim": 7}}, "draft.head_dim"),
+        ("eagle3", {"draft": {"student": "pruned"}}, "draft.student"),
+        (
+            "eagle3",
+            {"draft": {"norm_before_residual": True}, "export": {"engine": "sglang"}},
+            "draft.norm_before_residual",
+        ),
+        ("eagle3", {"draft": {"num_hidden_layers": 2}, "export": {"engine": "sglang"}}, "draft.num_hidden_layers"),
+        ("eagle3", {"draft": {"sliding_window": 64}, "export": {"engine": "tensorrt-llm"}}, "draft.sliding_window"),
+        ("eagle3", {"draft": {"train_embeddings": True}, "export": {"engine": "sglang"}}, "draft.train_embeddings"),
+        ("eagle3", {"draft": {"fc_norm": True}, "export": {"engine": "llama.cpp"}}, "draft.fc_norm"),
+        ("eagle3", {"draft": {"norm_output": True}, "export": {"engine": "llama.cpp"}}, "draft.norm_output"),
+        ("eagle3", {"features": {"layers": [2, 5]}, "export": {"engine": "llama.cpp"}}, "features.layers"),
+        ("eagle3", {"features": {"layers": [0, 2, 5]}, "export": {"engine": "sglang"}}, "features.layers"),
         ("eagle3", {"draft": {"lora": {}}}, "draft.lora"),
         ("eagle3", {"training": {"temperature": 2.0}}, "training.temperature"),
         ("eagle3", {"training": {"on_policy": {}}}, "training.on_policy"),
@@ -32,6 +45,10 @@ def lines_of(method: str, **sections) -> list[str]:
         ("medusa", {"draft": {"head_dim": 8}}, "draft.head_dim"),
         ("medusa", {"draft": {"norm_before_residual": True}}, "draft.norm_before_residual"),
         ("medusa", {"draft": {"init_from": "a/b"}}, "draft.init_from"),
+        ("medusa", {"draft": {"fc_norm": True}}, "draft.fc_norm"),
+        ("medusa", {"draft": {"train_embeddings": True}}, "draft.train_embeddings"),
+        ("kd", {"draft": {"norm_output": True}}, "draft.norm_output"),
+        ("kd", {"draft": {"sliding_window": 64}}, "draft.sliding_window"),
         ("medusa", {"draft": {"student": "pruned"}}, "draft.student"),
         ("medusa", {"draft": {"own_heads": True}, "data": {"draft_vocab": 4096}}, "draft.own_heads"),
         ("medusa", {"training": {"ttt_steps": 3}}, "training.ttt_steps"),
@@ -97,6 +114,27 @@ def test_a_contradiction_is_one_line_with_its_key(method, sections, key) -> None
 def test_what_medusa_heads_may_be(sections) -> None:
     data = {**DATA, **sections.pop("data", {})}
     assert parse_recipe({"method": "medusa", "target": "x/y", "data": data, **sections}).method == "medusa"
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"draft": {"num_hidden_layers": 3, "sliding_window": 8, "fc_norm": True, "norm_output": True}},
+        {"draft": {"hidden_size": 64, "train_embeddings": True}, "export": {"engine": "sglang"}},
+        {"draft": {"fc_norm": True, "norm_output": True}, "export": {"engine": "sglang"}},
+        {"draft": {"norm_before_residual": True}, "export": {"engine": "llama.cpp"}},
+        {"draft": {"init_from": "a/b", "train_embeddings": False}, "features": {"layers": [5]}},
+        {"features": {"layers": [1, 2, 3, 5]}, "export": {"engine": "tensorrt-llm"}},
+    ],
+)
+def test_what_an_eagle3_draft_may_be(sections) -> None:
+    assert parse_recipe({"method": "eagle3", "target": "x/y", "data": DATA, **sections}).method == "eagle3"
+
+
+@pytest.mark.parametrize(("key", "value"), [("sliding_window", 0), ("num_hidden_layers", 0), ("fc_norm", 3)])
+def test_a_value_that_is_none_of_an_eagle3_draft(key, value) -> None:
+    (line,) = lines_of("eagle3", draft={key: value})
+    assert line.startswith(f"draft.{key}: ")
 
 
 def test_all_contradictions_are_told_at_once() -> None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -30,7 +30,8 @@ class Encoded:
     """One conversation as the target sees it.
 
     input_ids: token ids, at most max_length; loss_mask: 0 or 1 for each; dropped: why it cannot be trained on, or None;
-    open_turns: answers that no stop token closes (the draft never learns to stop there).
+    open_turns: answers that no stop token closes (the draft never learns to stop there); source and domain: the
+    conversation's.
     """
 
     input_ids: list[int]
@@ -38,6 +39,7 @@ class Encoded:
     dropped: str | None = None
     source: str = ""
     open_turns: int = 0
+    domain: str = ""
 
 
 def encode(
@@ -68,7 +70,7 @@ def encode(
         open_turns = 0
     kept = mask[:max_length]
     dropped = None if any(kept) else CUT if any(mask) else NOTHING
-    return Encoded(ids[:max_length], kept, dropped, conversation.source, open_turns)
+    return Encoded(ids[:max_length], kept, dropped, conversation.source, open_turns, conversation.domain)
 
 
 def prompt_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, chat: ChatMode) -> list[int]:
@@ -105,15 +107,6 @@ def continuation_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase, sto
     ids = _tokenize(after, tokenizer)[0]
     first = next((i for i, token in enumerate(ids) if not _says_nothing(token, tokenizer)), len(ids))
     return ids[ids.index(stop, 0, first) + 1 :] if stop in ids[:first] else ids
-
-
-def mask_runs(encoded: Encoded, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The sequence as runs of (text, supervised), special tokens spelled out, for showing the mask to a person."""
-    runs = groupby(zip(encoded.input_ids, encoded.loss_mask, strict=True), key=lambda pair: bool(pair[1]))
-    return [
-        (tokenizer.decode([t for t, _ in run], clean_up_tokenization_spaces=False), supervised)
-        for supervised, run in runs
-    ]
 
 
 def audit(encoded: Sequence[Encoded], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import random
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Conversation:
     """One row of data in exactly one form: messages, text, prompt (and completion), or input_ids (and loss_mask).
 
     messages: turns of {"role": "system|user|assistant", "content"}, alternating; input_ids: token ids; loss_mask: 0
-    or 1 for each id; source: where the row came from, as "file.jsonl:12".
+    or 1 for each id; source: where the row came from, as "file.jsonl:12"; domain: the row's category, or the name of
+    its entry.
     """
 
     messages: tuple[dict[str, str], ...] | None = None
@@ -52,6 +53,7 @@ class Conversation:
     input_ids: tuple[int, ...] | None = None
     loss_mask: tuple[int, ...] | None = None
     source: str = ""
+    domain: str = field(default="", compare=False)
 
 
 def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversation]:
@@ -63,7 +65,8 @@ def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversa
     loaded: list[Conversation] = []
     for index, entry in enumerate(entries):
         where = entry.path or entry.dataset
-        rows = [parse_row(row, entry.format, source) for row, source in read_entry(entry)]
+        name = entry.name or entry.dataset or Path(entry.path).stem
+        rows = [_of_domain(parse_row(row, entry.format, source), row, name) for row, source in read_entry(entry)]
         if not rows:
             raise DataError(f"{where}: found no rows, expected at least one; check the file's content or the split")
         kept = _apply_weight(rows, entry.weight, random.Random(f"{seed}:{index}"))
@@ -75,6 +78,11 @@ def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversa
     if not loaded:
         raise DataError("no conversations: the list of data entries is empty; add an entry with path or dataset")
     return loaded
+
+
+def _of_domain(conversation: Conversation, row: Row, name: str) -> Conversation:
+    category = row.get("category")
+    return replace(conversation, domain=category if isinstance(category, str) and category else name)
 
 
 def _apply_weight(rows: list[Conversation], weight: float, rng: random.Random) -> list[Conversation]:

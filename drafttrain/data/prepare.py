@@ -7,32 +7,42 @@ Every stage leaves its result in the run's prepared/ folder and is skipped when 
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import datasets
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from drafttrain.data.chat import Encoded, audit, encode, prompt_ids
 from drafttrain.data.conversations import Conversation, DataError, load_conversations
-from drafttrain.data.features import (
-    DTYPES,
-    FeatureSource,
-    OnlineFeatures,
-    StoredFeatures,
-    StoreKey,
-    bytes_per_token,
-    channel_statistics,
-    write_store,
-)
+from drafttrain.data.coverage import coverage_lines, coverage_table
+from drafttrain.data.features import FeatureSource, channel_statistics
 from drafttrain.data.files import replace_folder, write_beside, write_json
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.regenerate import regenerate
 from drafttrain.data.run_folder import RunFolder
-from drafttrain.data.teacher_cache import TopKFeatures, TopKKey, write_topk
-from drafttrain.data.vocab import DraftVocab, build_draft_vocab, coverage, load_vocab, save_vocab, special_ids
+from drafttrain.data.sources import (
+    finite_samples,
+    open_source,
+    row_name,
+    rows_digest,
+    store_key,
+    write_features,
+)
+from drafttrain.data.vocab import (
+    BROUGHT,
+    DraftVocab,
+    build_draft_vocab,
+    coverage,
+    given_vocab,
+    load_vocab,
+    save_vocab,
+    special_ids,
+)
+from drafttrain.drafts.loading import trained_before
 from drafttrain.drafts.students import check_student, kept_layers
 from drafttrain.recipe import Recipe
 from drafttrain.recipe_rules import student_kind
@@ -45,8 +55,11 @@ WHOLE_BYTES, PART_BYTES = 64 * 2**20, 2**20
 
 @dataclass
 class Prepared:
-    """What training and evaluation need: rows {"index", "input_ids", "loss_mask"} of a split, draft vocabulary, rms
-    of channels, and, for a pruned small model, the layers it keeps.
+    """What training and evaluation need: rows {"index", "input_ids", "loss_mask", "source", "domain"} of a split,
+    draft vocabulary, rms of channels, and, for a pruned small model, the layers it keeps.
+
+    Rows whose stored features are not finite are left out of `rows`; digests: rows_digest and count of all rows of a
+    split, which a store belongs to.
     """
 
     folder: Path
@@ -56,25 +69,13 @@ class Prepared:
     statistics: dict[str, torch.Tensor]
     layers: list[int]
     kept_layers: list[int] | None = None
+    digests: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def source(self, recipe: Recipe, target: Target, split: str) -> FeatureSource:
         """Where the features of a split come from, as the recipe says."""
-        if not _stored(recipe, split):
-            return online_source(recipe, target, self.layers)
-        key = _store_key(recipe, target, self.layers, self.rows[split])
-        return _open_store(self.folder / "features" / split, key, len(self.rows[split]))
-
-
-def online_source(recipe: Recipe, target: Target, layers: list[int]) -> OnlineFeatures:
-    """The target itself, run on each batch: the hs[k] of `layers`, and statistics where the draft needs them."""
-    return OnlineFeatures(target, layers, DTYPES[recipe.features.dtype], needs_statistics(recipe))
-
-
-def needs_statistics(recipe: Recipe) -> bool:
-    """Whether the full vocabulary's log-sum-exp and argmax are taken with the features: a draft of every word finds
-    them in its own loss.
-    """
-    return recipe.method == "eagle3" or recipe.data.draft_vocab is not None
+        digest, count = self.digests[split]
+        key = store_key(recipe, target, self.layers, split, digest)
+        return open_source(recipe, target, self.layers, key, self.folder / "features" / split, count)
 
 
 def feature_layers(recipe: Recipe, target: Target) -> list[int]:
@@ -86,30 +87,37 @@ def feature_layers(recipe: Recipe, target: Target) -> list[int]:
     return check_feature_layers(recipe.features.layers, target.num_layers)
 
 
-def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print) -> Prepared:
-    """Bring the run's prepared/ folder up to date and return it. Raises DataError where the data cannot be trained
-    on, DraftError for a small model that cannot be built.
+def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print, confirmed: bool = False) -> Prepared:
+    """Bring the run's prepared/ folder up to date and return it; confirmed: also where the features take much of the
+    disk. Raises DataError where the data cannot be trained on, DraftError for a small model that cannot be built.
     """
-    layers = feature_layers(recipe, target)
     if recipe.method == "kd" and not (run.prepared / "manifest.json").exists():
         check_student(recipe.draft, target)
     run.prepared.mkdir(parents=True, exist_ok=True)
     manifest = _manifest(recipe, run, target)
+    brought = None
+    if _goes_on(recipe):
+        layers, brought = _trained_before(recipe, run, target, manifest)
+    else:
+        layers = feature_layers(recipe, target)
     rows = {}
     for split in TRAINED_SPLITS:
         entries = recipe.data.train if split == "train" else recipe.data.validation
         if entries:
             rows[split] = _rows(split, entries, recipe, run, target, manifest, say)
+            _check_budget(rows[split], recipe.training.max_tokens_per_batch)
     # Before anything that follows from the rows, so that nothing of it can be stale after an interruption.
     write_json(run.prepared / "manifest.json", manifest)
-    vocab = _vocab(recipe, run, target, rows, manifest, say)
-    sources = {}
+    vocab = _vocab(recipe, run, target, rows, manifest, brought, say)
+    digests = {split: (rows_digest(rows[split]), len(rows[split])) for split in rows}
+    sources = _sources(recipe, run, target, layers, rows, digests, say, confirmed)
     for split in rows:
-        sources[split] = _source(split, recipe, run, target, layers, rows[split], say)
-    statistics = _statistics(run, target, sources["train"], rows["train"], layers) if layers else {}
+        rows[split] = finite_samples(sources[split], rows[split], recipe.features.dtype, split, say)
+    measured = layers and not _goes_on(recipe)
+    statistics = _statistics(run, target, sources["train"], rows["train"], layers) if measured else {}
     kept = _kept_layers(recipe, target, rows["train"], manifest, say)
     write_json(run.prepared / "manifest.json", manifest)
-    return Prepared(run.prepared, manifest, rows, vocab, statistics, layers, kept)
+    return Prepared(run.prepared, manifest, rows, vocab, statistics, layers, kept, digests)
 
 
 def load_prepared(recipe: Recipe, run: RunFolder, target: Target) -> Prepared:
@@ -124,13 +132,26 @@ def prepared_rows(run: RunFolder, split: str) -> list[dict]:
     folder = run.prepared / split
     if not folder.exists():
         raise DataError(f"{run.path}: {split} is not prepared; run `drafttrain prepare` first")
-    return [{"index": i, **row} for i, row in enumerate(datasets.load_from_disk(folder))]
+    unnamed = {"source": "", "domain": ""}  # Folders from before rows had names.
+    return [{"index": i, **unnamed, **row} for i, row in enumerate(datasets.load_from_disk(folder))]
+
+
+def _check_budget(rows: list[dict], budget: int) -> None:
+    """Before hours go into features: every row must fit into a batch of training."""
+    longest = max(rows, key=lambda row: len(row["input_ids"]))
+    length = len(longest["input_ids"])
+    if length > budget:
+        raise DataError(
+            f"{row_name(longest)} has {length} tokens, training.max_tokens_per_batch is {budget}. Expected room for "
+            "every sample. Mend: raise it, or lower data.max_length"
+        )
 
 
 def _manifest(recipe: Recipe, run: RunFolder, target: Target) -> dict:
     """What the folder was prepared from; another target or other data settings need a fresh folder."""
     path = run.prepared / "manifest.json"
-    settings = recipe.data.model_dump(mode="json", exclude={"test"})
+    asked = {"server", "model", "concurrency"}  # Who answered stands in regenerated-*.jsonl.
+    settings = recipe.data.model_dump(mode="json", exclude={"test": True, "regenerate": asked})
     entries = [*recipe.data.train, *recipe.data.validation]
     files = {
         entry.path: content_mark(Path(entry.path)) for entry in entries if entry.path and Path(entry.path).exists()
@@ -175,11 +196,12 @@ def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manife
         conversations = load_conversations(entries, recipe.data.seed)
         settings = recipe.data.regenerate
         if settings is not None and split in settings.splits:
-            encoded = _regenerate(split, conversations, recipe, run, target)
+            encoded = _regenerate(split, conversations, recipe, run, target, say)
         else:
             encoded = [_encode(one, recipe, target) for one in conversations]
         manifest["audit"][split] = audit(encoded, target.tokenizer)
-        kept = [{"input_ids": e.input_ids, "loss_mask": e.loss_mask} for e in encoded if e.dropped is None]
+        names = ("input_ids", "loss_mask", "source", "domain")
+        kept = [{name: getattr(e, name) for name in names} for e in encoded if e.dropped is None]
         dataset = datasets.Dataset.from_list(kept)
         replace_folder(folder, lambda path: dataset.save_to_disk(path))
     facts = manifest["audit"][split]
@@ -204,7 +226,7 @@ def _encode(conversation: Conversation, recipe: Recipe, target: Target) -> Encod
     )
 
 
-def _regenerate(split, conversations, recipe: Recipe, run: RunFolder, target: Target) -> list[Encoded]:
+def _regenerate(split, conversations, recipe: Recipe, run: RunFolder, target: Target, say: Say) -> list[Encoded]:
     with progress_bar(f"answers ({split})", len(conversations)) as update:
         return regenerate(
             target,
@@ -214,20 +236,54 @@ def _regenerate(split, conversations, recipe: Recipe, run: RunFolder, target: Ta
             chat=recipe.data.chat,
             max_length=recipe.data.max_length,
             progress=lambda tokens, done: update(done, f"{tokens} tokens"),
+            say=say,
         )
 
 
-def _vocab(recipe: Recipe, run: RunFolder, target: Target, rows: dict, manifest: dict, say: Say) -> DraftVocab:
-    folder = run.prepared / "vocab"
+def _goes_on(recipe: Recipe) -> bool:
+    """Whether training starts from an EAGLE-3 draft, which has feature layers and a vocabulary of its own."""
+    return recipe.method == "eagle3" and recipe.draft.init_from is not None
+
+
+def _trained_before(recipe: Recipe, run: RunFolder, target: Target, manifest: dict) -> tuple[list[int], Tensor | None]:
+    """(feature layers, draft vocabulary int64 [Vd]) of draft.init_from; no vocabulary where it is prepared already, so
+    that a run can be evaluated without the draft that it started from. DraftError as `trained_before`.
+    """
+    name, known = recipe.draft.init_from, manifest.get("start", {})
+    if known.get("init_from") == name and (run.prepared / "vocab").exists():
+        return known["layers"], None
+    draft = trained_before(recipe, target)
+    manifest["start"] = {"init_from": name, "layers": draft.feature_layers}
+    return draft.feature_layers, draft.draft_ids.cpu()
+
+
+def _vocab(
+    recipe: Recipe, run: RunFolder, target: Target, rows: dict, manifest: dict, brought: Tensor | None, say: Say
+) -> DraftVocab:
+    folder, size = run.prepared / "vocab", BROUGHT if _goes_on(recipe) else recipe.data.draft_vocab
     pairs = {split: [(row["input_ids"], row["loss_mask"]) for row in rows[split]] for split in rows}
     if folder.exists():
-        vocab = load_vocab(folder, target, recipe.data.draft_vocab)
+        vocab = load_vocab(folder, target, size)
+        if brought is not None and not torch.equal(vocab.ids, brought):
+            raise DataError(
+                f"{folder} is stale: it is another vocabulary than that of draft.init_from {recipe.draft.init_from}; "
+                "prepare the data again with --fresh"
+            )
     else:
-        vocab = build_draft_vocab(pairs["train"], target.vocab_size, recipe.data.draft_vocab, special_ids(target))
-        replace_folder(folder, lambda path: save_vocab(vocab, path, target, recipe.data.draft_vocab))
+        if brought is None:
+            vocab = build_draft_vocab(pairs["train"], target.vocab_size, size, special_ids(target))
+        else:
+            vocab = given_vocab(brought, pairs["train"], target.vocab_size)
+        replace_folder(folder, lambda path: save_vocab(vocab, path, target, size))
     manifest["coverage"] = {split: coverage(vocab, pairs[split]) for split in pairs}
     shown = ", ".join(f"{split} {share:.1%}" for split, share in manifest["coverage"].items())
+    if size == BROUGHT and recipe.data.draft_vocab != len(vocab.ids):
+        say(f"  note: data.draft_vocab is {recipe.data.draft_vocab}; the draft of draft.init_from keeps its own words")
     say(f"draft vocabulary: {len(vocab.ids)} of {target.vocab_size} tokens; covers {shown} of what the target says")
+    if "vocabulary" not in manifest:
+        manifest["vocabulary"] = coverage_table(vocab, rows, target.vocab_size, special_ids(target))
+    for line in coverage_lines(manifest["vocabulary"]):
+        say(line)
     return vocab
 
 
@@ -245,42 +301,18 @@ def _kept_layers(recipe: Recipe, target: Target, rows: list[dict], manifest: dic
     return kept
 
 
-def _stored(recipe: Recipe, split: str) -> bool:
-    """Whether a split's features are written. Validation asks the target itself where training has only its likeliest
-    words: acceptance measured on those would be too high.
-    """
-    return recipe.features.source == "store" or (recipe.features.source == "topk" and split == "train")
-
-
-def _store_key(recipe: Recipe, target: Target, layers: list[int], rows: list[dict]) -> StoreKey | TopKKey:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(repr((row["input_ids"], row["loss_mask"])).encode())
-    if recipe.features.source == "topk":
-        return TopKKey(target.fingerprint, recipe.features.top_k, digest.hexdigest())
-    dtype = recipe.features.dtype
-    return StoreKey(target.fingerprint, tuple(layers), dtype, digest.hexdigest(), needs_statistics(recipe))
-
-
-def _open_store(folder: Path, key: StoreKey | TopKKey, rows: int) -> FeatureSource:
-    return TopKFeatures(folder, key, rows) if isinstance(key, TopKKey) else StoredFeatures(folder, key, rows)
-
-
-def _source(split, recipe: Recipe, run: RunFolder, target: Target, layers, rows: list[dict], say: Say) -> FeatureSource:
-    online = online_source(recipe, target, layers)
-    if not _stored(recipe, split):
-        return online
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    key = _store_key(recipe, target, layers, rows)
-    width = bytes_per_token(key, target.hidden_size)
-    folder = run.prepared / "features" / split
-    say(f"features ({split}): {tokens} tokens x {width} bytes = {tokens * width / 2**30:.2f} GiB in {folder}")
-    with progress_bar(f"features ({split})", tokens) as update:
-        if isinstance(key, TopKKey):
-            write_topk(folder, key, target, rows, recipe.features.batch_tokens, update)
-        else:
-            write_store(folder, key, online, rows, recipe.features.batch_tokens, update)
-    return _open_store(folder, key, len(rows))
+def _sources(
+    recipe: Recipe, run: RunFolder, target: Target, layers: list[int], rows, digests, say: Say, confirmed: bool
+) -> dict[str, FeatureSource]:
+    """The source of each split, its store written where the recipe has one."""
+    sources, room = {}, recipe.features.max_gib
+    for split, (digest, count) in digests.items():
+        folder = run.prepared / "features" / split
+        key = store_key(recipe, target, layers, split, digest)
+        if key is not None:
+            room = write_features(recipe, target, layers, key, folder, rows[split], say, room, confirmed)
+        sources[split] = open_source(recipe, target, layers, key, folder, count)
+    return sources
 
 
 def _statistics(run: RunFolder, target: Target, source: FeatureSource, rows: list[dict], layers: list[int]) -> dict:

@@ -16,7 +16,16 @@ class RunError(UserError):
     """A run folder that cannot be used, or a run that had to stop; says what is intact and how to go on."""
 
 
-FREE_KEYS = ("evaluation", "export", "training.max_minutes", "training.max_steps", "training.num_train_epochs")
+FREE_KEYS = (
+    "evaluation",
+    "export",
+    "training.max_minutes",
+    "training.max_steps",
+    "training.num_train_epochs",
+    "features.max_gib",
+    "data.regenerate.server",
+    "data.regenerate.concurrency",
+)
 """What may change between two commands on the same run: it alters neither the data nor the draft's shape."""
 
 
@@ -48,7 +57,8 @@ class RunFolder:
     def claim(self, recipe: Recipe, fresh: bool = False) -> None:
         """Write the resolved recipe into the folder, or check that it is this recipe's. RunError otherwise.
 
-        fresh: the folder must be empty. Evaluation, export and the length of training may change between commands.
+        fresh: the folder must be empty. Evaluation, export and the length of training may change between commands, all
+        of training until it has begun.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path} is a file, expected a folder for the run. Mend: give another --output.")
@@ -59,9 +69,8 @@ class RunFolder:
                 "Mend: give another --output, or remove the folder."
             )
         if self.recipe_file.exists() and self._begun():
-            changed = [
-                line for line in recipe_difference(self.recipe(), recipe) if not line.strip().startswith(FREE_KEYS)
-            ]
+            free = FREE_KEYS if set(content) - {"prepared", "recipe.yaml"} else (*FREE_KEYS, "training.")
+            changed = [line for line in recipe_difference(self.recipe(), recipe) if not line.strip().startswith(free)]
             if changed:
                 raise RunError(
                     f"{self.path} belongs to another recipe: {'; '.join(changed[:5])}. "

@@ -1,4 +1,4 @@
-"""The teacher cut to its k likeliest words of each position, on the disk: the same store as data/features.py writes,
+"""The teacher cut to its k likeliest words of each position, on the disk: the same store as data/store.py writes,
 with ids and log-probabilities in place of hidden states.
 """
 
@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.conversations import DataError
-from drafttrain.data.features import (
-    NO_MASS,
-    FeatureSource,
-    Key,
-    StoredFeatures,
-    logit_statistics,
-    next_supervised,
-    placed,
-    write_store,
-)
+from drafttrain.data.features import NO_MASS, FeatureSource, logit_statistics, next_supervised, placed
+from drafttrain.data.store import Key, StoredFeatures, write_store
 from drafttrain.drafts.base import Batch
 from drafttrain.target import Target, TargetHead
 

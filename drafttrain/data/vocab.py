@@ -20,6 +20,8 @@ from drafttrain.target import Target
 Rows = Iterable[tuple[Sequence[int], Sequence[int]]]
 
 MOST_ADDED = 1024  # More added special tokens than this are reserved slots, which no text holds.
+BROUGHT = "the one that draft.init_from has"
+"""In the place of a size: the vocabulary is a trained draft's own."""
 TENSORS, FACTS = "draft_vocab.safetensors", "draft_vocab.json"
 
 
@@ -45,18 +47,34 @@ def build_draft_vocab(rows: Rows, vocab_size: int, size: int | None, keep_ids: C
     distinct = int((counts > 0).sum())
     if size is None or size >= vocab_size:
         return DraftVocab(torch.arange(vocab_size), 1.0, distinct)
-    kept = torch.tensor(sorted(set(keep_ids)), dtype=torch.long)
-    _check_ids(kept, vocab_size, "the kept tokens")
-    if size < len(kept):
+    kept = len(set(keep_ids))
+    if size < kept:
         raise DataError(
-            f"data.draft_vocab is {size}, but {len(kept)} special and stop tokens are always in it; expected more "
+            f"data.draft_vocab is {size}, but {kept} special and stop tokens are always in it; expected more "
             "than that, 8000 to 32000 are usual"
         )
+    ids = _ranked(counts, others, keep_ids)[:size].sort().values
+    return DraftVocab(ids, int(counts[ids].sum()) / int(counts.sum()), distinct)
+
+
+def ranked_ids(rows: Rows, vocab_size: int, keep_ids: Collection[int]) -> Tensor:
+    """All ids int64 [V], those first that `build_draft_vocab` takes first."""
+    return _ranked(*_count(rows, vocab_size), keep_ids)
+
+
+def _ranked(counts: Tensor, others: Tensor, keep_ids: Collection[int]) -> Tensor:
+    kept = torch.tensor(sorted(set(keep_ids)), dtype=torch.long)
+    _check_ids(kept, len(counts), "the kept tokens")
     ranked = counts * (int(others.sum()) + 1) + others
     ranked[kept] = int(ranked.max()) + 1
     # A stable sort leaves equal counts in the order of their ids, unused ones included.
-    ids = ranked.argsort(descending=True, stable=True)[:size].sort().values
-    return DraftVocab(ids, int(counts[ids].sum()) / int(counts.sum()), distinct)
+    return ranked.argsort(descending=True, stable=True)
+
+
+def given_vocab(ids: Tensor, rows: Rows, vocab_size: int) -> DraftVocab:
+    """The vocabulary that a draft brings with it, ids int64 [Vd], measured on rows as in `build_draft_vocab`."""
+    counts, _ = _count(rows, vocab_size)
+    return DraftVocab(ids, int(counts[ids].sum()) / int(counts.sum()), int((counts > 0).sum()))
 
 
 def coverage(vocab: DraftVocab, rows: Rows) -> float:
@@ -81,8 +99,10 @@ def special_ids(target: Target) -> list[int]:
     return sorted(token for token in ids if token < target.vocab_size)
 
 
-def save_vocab(vocab: DraftVocab, folder: Path, target: Target, size: int | None) -> None:
-    """Write draft_vocab.safetensors and draft_vocab.json (what it was made for); size: as asked for in the recipe."""
+def save_vocab(vocab: DraftVocab, folder: Path, target: Target, size: int | str | None) -> None:
+    """Write draft_vocab.safetensors and draft_vocab.json (what it was made for); size: as asked for in the recipe, or
+    BROUGHT.
+    """
     facts = {
         **_made_for(target, size),
         "coverage": vocab.coverage,
@@ -93,7 +113,7 @@ def save_vocab(vocab: DraftVocab, folder: Path, target: Target, size: int | None
     write_json(folder / FACTS, facts)
 
 
-def load_vocab(folder: Path, target: Target, size: int | None) -> DraftVocab:
+def load_vocab(folder: Path, target: Target, size: int | str | None) -> DraftVocab:
     """What save_vocab wrote. DataError when it is missing or broken, or made for another tokenizer, vocabulary or size:
     a stale map would send every draft to the wrong token."""
     try:
@@ -108,7 +128,7 @@ def load_vocab(folder: Path, target: Target, size: int | None) -> DraftVocab:
     return DraftVocab(ids, facts["coverage"], facts["distinct"])
 
 
-def _made_for(target: Target, size: int | None) -> dict[str, str | int | None]:
+def _made_for(target: Target, size: int | str | None) -> dict[str, str | int | None]:
     return {
         "tokenizer_sha256": None if target.tokenizer is None else tokenizer_hash(target.tokenizer),
         "vocab_size": target.vocab_size,

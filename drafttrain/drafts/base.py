@@ -215,6 +215,10 @@ class Draft(nn.Module, ABC):
     def calibrate(self, batch: Batch) -> float:
         """Set what can be set on one batch before training; returns the step-0 loss in nats a row."""
 
+    def served_by(self, target: Target) -> Target:
+        """The model that verifies its drafts: the target, unless the draft has tuned it (Medusa-2)."""
+        return target
+
     @abstractmethod
     def proposer(self, target: Target, tree: Tree | None = None) -> Proposer:
         """A proposer that drafts for this target with this module's weights: chains, or trees of the given kind."""

@@ -1,115 +1,45 @@
-"""The EAGLE-3 draft (arXiv 2503.01840): one decoder layer on fused target features, trained by unrolling it on its
-own outputs.
+"""The EAGLE-3 draft (arXiv 2503.01840): a decoder layer, or a few, on fused target features, trained by unrolling it
+on its own outputs.
 
 Row p holds (fused hs at p, embedding of x[p+1]) and predicts x[p+2]; unroll step k consumes x[p+1+k] and the layer's
-own output, sits at RoPE position p+k and predicts x[p+2+k]. Training and serving run the same `Eagle3Layer`.
+own output, sits at RoPE position p+k and predicts x[p+2+k]. Training and serving run the same `advance`.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafttrain.drafts.base import Batch, Draft, DraftError, DraftLoss, draft_index, supervised_rows
 from drafttrain.drafts.eagle3_config import Eagle3Config
+from drafttrain.drafts.eagle3_files import read_tensors
+from drafttrain.drafts.eagle3_layer import Attend, DeeperLayer, Eagle3Layer, RMSNorm
 from drafttrain.drafts.eagle3_proposer import Eagle3Proposer
+from drafttrain.drafts.eagle3_start import first_embeddings, first_head, is_table, normed_rms
 from drafttrain.drafts.eagle3_tree import Eagle3TreeProposer
 from drafttrain.nn.fused_losses import DraftHead, StepFigures, fused_draft_loss
 from drafttrain.nn.objective import Objective
-from drafttrain.nn.rotary import RotaryTable, rotate
+from drafttrain.nn.rotary import RotaryTable
 from drafttrain.nn.teacher import DenseTeacher
 from drafttrain.nn.tree import Tree
-from drafttrain.nn.ttt_attention import ttt_attention
+from drafttrain.nn.ttt_attention import ttt_attention, ttt_attention_dense
 from drafttrain.target import Target
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(query [B, nh, T, D], key, value [B, nkv, T, D]) -> output [B, nh, T, D]: the one thing that training and serving
-do apart.
-"""
-
-
-class RMSNorm(nn.Module):
-    """x * weight / rms(x), in fp32 inside."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight.to(
-            x.dtype
-        )
-
-
-class Attention(nn.Module):
-    """q, k, v projections of [norm(embedding) ; norm(hidden)] and the output projection."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.head_dim = config.head_dim
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(2 * config.hidden_size, width, bias=False)
-        self.k_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.v_proj = nn.Linear(2 * config.hidden_size, kv_width, bias=False)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """Gated feed-forward: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Eagle3Layer(nn.Module):
-    """The one decoder layer. Its output, un-normed, is what the next draft step is fed."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """embedded, hidden [B, T, H] -> hidden [B, T, H]."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        hidden = residual + self.self_attn(x, cos, sin, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Draft(Draft):
-    """fc fuses A target features, `midlayer` drafts, `lm_head` reads the draft vocabulary (FORMATS: the same tensor
-    names).
+    """fc fuses A target features, `midlayer` (and `layers`) draft, `lm_head` reads the draft vocabulary (FORMATS: the
+    same tensor names).
 
-    Buffers: feature_rms fp32 [A*Ht], the static rms of each feature channel, divided out before fc (folded into fc at
-    export); d2t int64 [Vd], target id = i + d2t[i]; t2d bool [V]. `embed_weight` [V, H] and `teacher` are the
+    Buffers: feature_rms fp32 [A*Ht], the static rms of each channel that fc reads, divided out before it (folded into
+    fc at export); d2t int64 [Vd], target id = i + d2t[i]; t2d bool [V]. `embed_weight` [V, Ht] and `teacher` are the
     target's, not state.
+
+    With fc_norm the division comes behind the norms: before them it would change what they divide by, and no weight of
+    the exported form could make up for that, while behind them it is one factor a channel, as fc's columns are.
     """
 
     method = "eagle3"
@@ -119,16 +49,21 @@ class Eagle3Draft(Draft):
         self.shape = config
         self.feature_layers = list(config.feature_layers)
         self.draft_vocab_size = config.draft_vocab_size
-        self.fc = nn.Linear(len(config.feature_layers) * config.target_hidden_size, config.hidden_size, bias=False)
+        H, Ht, A, eps = config.hidden_size, config.target_hidden_size, len(config.feature_layers), config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, H) if config.own_embeddings else None
+        self.fc_norm = nn.ModuleList(RMSNorm(Ht, eps) for _ in range(A)) if config.fc_norm else None
+        self.fc = nn.Linear(A * Ht, H, bias=False)
         self.midlayer = Eagle3Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.layers = nn.ModuleDict({str(i): DeeperLayer(config, i) for i in range(1, config.num_hidden_layers)})
+        self.norm = RMSNorm(H, eps)
+        self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False)
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         assert ids.shape == (config.draft_vocab_size,) and bool((ids.diff() > 0).all()) and ids[-1] < config.vocab_size
         self.register_buffer("feature_rms", torch.ones(self.fc.in_features))
         self.register_buffer("d2t", ids - torch.arange(len(ids)))
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
         self.ttt_steps, self.step_decay, self.objective = 7, 0.8, Objective.of("forward_kl")
+        self.trained_before = False  # Its weights are another training's, which `calibrate` must not touch.
         self.embed_weight: Tensor | None = None
         self.teacher = None
         self._draft_index: Tensor | None = None
@@ -157,11 +92,10 @@ class Eagle3Draft(Draft):
                 f"expects vocabulary {expected[0]}, hidden size {expected[1]} and at least {expected[2]} layers. "
                 "Mend: give the target it was trained for."
             )
-        if config.hidden_size != target.hidden_size:
+        if config.hidden_size != target.hidden_size and not config.own_embeddings:
             raise DraftError(
                 f"The draft's hidden size is {config.hidden_size}, the target's embeddings have {target.hidden_size}. "
-                "Expected the same size: this version trains no embeddings of its own. Mend: leave draft.hidden_size "
-                "out."
+                "Expected the same size, or embed_tokens.weight in the checkpoint. Mend: export the draft again."
             )
         self.embed_weight = target.embed_weight.detach()
         self.teacher = target.head(self.draft_ids)
@@ -171,32 +105,38 @@ class Eagle3Draft(Draft):
     @torch.no_grad()
     def initialise(self, feature_rms: Tensor, final_rms: Tensor, seed: int = 0) -> Self:
         """Start from the target: head = its rows, fc = the last feature passed through, norm = a share of its final
-        scale.
+        scale; of another hidden size as `first_head` has it.
 
         feature_rms [A*Ht], final_rms [Ht]: rms of each channel of the features and of the NORMED last hidden state.
         The share is set by `calibrate`. (Measured on Gemma 3 270M: the target's own norm weights start at 70 nats,
         this below 9.3.)
         """
         assert self.teacher is not None, "attach a target first"
-        self.feature_rms.copy_(feature_rms)
-        self.lm_head.weight.copy_(self.teacher.weight.float())
+        config = self.shape
+        features = len(config.feature_layers)
+        self.feature_rms.copy_(normed_rms(feature_rms, features) if config.fc_norm else feature_rms)
+        passed, head, gain = first_head(self.teacher.weight, final_rms.to(self.d2t.device), config.hidden_size)
+        self.lm_head.weight.copy_(head)
         nn.init.zeros_(self.fc.weight)
-        width = self.shape.target_hidden_size
-        self.fc.weight[:, -width:].copy_(torch.eye(self.shape.hidden_size, width))
+        self.fc.weight[:, -config.target_hidden_size :].copy_(passed)
+        self.norm.weight.copy_(gain)
+        if self.embed_tokens is not None:
+            self.embed_tokens.weight.copy_(first_embeddings(self.embed_weight, config.hidden_size))
         generator = torch.Generator().manual_seed(seed)
-        for block in (self.midlayer.self_attn, self.midlayer.mlp):
-            for weight in block.parameters():
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
-        self.norm.weight.copy_(final_rms)
+        for layer in (self.midlayer, *self.layers.values()):
+            for block in (layer.self_attn, layer.mlp):
+                for weight in block.parameters():
+                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.02)
         return self
 
     @torch.no_grad()
     def calibrate(self, batch: Batch, shares=(1.0, 0.5, 0.25, 0.125, 0.0625)) -> float:
         """Scale the final norm by the share with the lowest step-0 loss on one batch; returns that loss in nats a
-        row.
+        row. A draft that was trained before is only measured.
         """
         assert self.teacher is not None, "attach a target first"
         start, steps = self.norm.weight.clone(), self.ttt_steps
+        shares = (1.0,) if self.trained_before else shares
         self.ttt_steps = 1
         losses = []
         for share in shares:
@@ -208,17 +148,54 @@ class Eagle3Draft(Draft):
         self.ttt_steps = steps
         return losses[best]
 
+    def train_embeddings(self, wanted: bool | None) -> Self:
+        """Whether embeddings of the draft's own learn; None: where its hidden size is not the target's. wanted gives a
+        draft that has none a copy of the target's.
+        """
+        other_size = self.shape.hidden_size != self.shape.target_hidden_size
+        if wanted and self.embed_tokens is None:
+            own = nn.Embedding.from_pretrained(self.embed_weight.to(self.fc.weight.dtype, copy=True))
+            self.embed_tokens, self.shape = own, replace(self.shape, own_embeddings=True)
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(other_size if wanted is None else wanted)
+        return self
+
+    def share_embeddings(self) -> Self:
+        """Read the target's embeddings where those in the checkpoint are a copy of them."""
+        assert self.embed_weight is not None, "attach a target first"
+        if self.embed_tokens is not None and is_table(self.embed_tokens.weight, self.embed_weight):
+            self.embed_tokens, self.shape = None, replace(self.shape, own_embeddings=False)
+        return self
+
     def fuse(self, features: Tensor) -> Tensor:
-        """features [B, T, A*Ht] -> hidden [B, T, H]. The division happens in fp32: some channels are huge."""
-        return self.fc((features.float() / self.feature_rms).to(self.fc.weight.dtype))
+        """features [B, T, A*Ht] -> hidden [B, T, H]. Norms and division happen in fp32: some channels are huge."""
+        wide = features.float()
+        if self.fc_norm is not None:
+            parts = wide.chunk(len(self.fc_norm), -1)
+            wide = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc((wide / self.feature_rms).to(self.fc.weight.dtype))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Target token ids [B, T] -> raw embeddings [B, T, H] in the draft's dtype."""
-        return F.embedding(tokens, self.embed_weight).to(self.fc.weight.dtype)
+        table = self.embed_weight if self.embed_tokens is None else self.embed_tokens.weight
+        return F.embedding(tokens, table).to(self.fc.weight.dtype)
+
+    def advance(self, tokens: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """One step of all layers: tokens int64 [B, T], hidden [B, T, H] -> what the next step is fed, [B, T, H]: the
+        un-normed state, or the normed one with norm_output.
+        """
+        hidden = self.midlayer(self.embed(tokens).to(hidden.dtype), hidden, cos, sin, attend)
+        for layer in self.layers.values():
+            hidden = layer(hidden, cos, sin, attend)
+        return self.norm(hidden) if self.shape.norm_output else hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What `advance` gives [.., H] -> what the head reads."""
+        return hidden if self.shape.norm_output else self.norm(hidden)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The layer's output [.., H] -> logits [.., Vd]."""
-        return self.lm_head(self.norm(hidden))
+        """What `advance` gives [.., H] -> logits [.., Vd]."""
+        return self.lm_head(self.normed(hidden))
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, T, D] of positions int64 [B, T]."""
@@ -232,27 +209,36 @@ class Eagle3Draft(Draft):
         """The normed states of each step, [B, T, H] each: state k of row p predicts x[p+2+k] given the data's own
         tokens.
         """
-        hidden = self.fuse(features)
+        hidden, attend = self.fuse(features), self._unrolled_attention()
         rows = torch.arange(input_ids.shape[1], device=input_ids.device)
-        block: list[Tensor] = []
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
-
-        def attend(query, key, value):
-            if not block:
-                block.extend((key, value))
-            else:
-                own_keys.append(key)
-                own_values.append(value)
-            return ttt_attention(query, *block, list(own_keys), list(own_values))
-
         states = []
         for k in range(steps):
             tokens = F.pad(input_ids[:, 1 + k :], (0, min(1 + k, input_ids.shape[1])))
             cos, sin = self.rotary((rows + k)[None], hidden.dtype)
-            hidden = self.midlayer(self.embed(tokens).to(hidden.dtype), hidden, cos, sin, attend)
-            states.append(self.norm(hidden))
+            hidden = self.advance(tokens, hidden, cos, sin, attend)
+            states.append(self.normed(hidden))
         return states
+
+    def _unrolled_attention(self) -> Attend:
+        """Attention of an unroll: a layer's first call gives its step-0 keys, each later one a row's own key of that
+        step. With a window the query of row i at step k, at position i + k, sees positions above i + k - window.
+        """
+        block: dict[int, tuple[Tensor, Tensor]] = {}
+        own: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        window = self.shape.sliding_window
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = own.setdefault(layer, ([], []))
+            if layer not in block:
+                block[layer] = key, value
+            else:
+                keys.append(key)
+                values.append(value)
+            if window is None:
+                return ttt_attention(query, *block[layer], list(keys), list(values))
+            return ttt_attention_dense(query, *block[layer], keys[-window:], values[-window:], window - len(keys))
+
+        return attend
 
     def forward(self, batch: Batch) -> DraftLoss:
         """The TTT objective of a batch: sum over steps k of step_decay^k times the loss of the rows that count
@@ -282,22 +268,17 @@ class Eagle3Draft(Draft):
         self.shape.save(folder, self.fc.weight.dtype)
 
     @classmethod
-    def from_pretrained(cls, folder: Path, dtype: torch.dtype | None = None) -> "Eagle3Draft":
-        """Read a checkpoint of this package or an export (no feature_rms: it is folded in). DraftError where it is
-        broken.
+    def from_pretrained(
+        cls, folder: Path, dtype: torch.dtype | None = None, num_layers: int | None = None
+    ) -> "Eagle3Draft":
+        """Read a checkpoint of this package, an export (no feature_rms: it is folded in), or one in a layout that
+        drafts/eagle3_files.py knows, for a target of num_layers layers. DraftError where it is broken.
 
         dtype None keeps what is stored; feature_rms stays fp32.
         """
-        config = Eagle3Config.load(folder)
-        path = folder / "model.safetensors"
-        if not path.exists():
-            raise DraftError(
-                f"{folder} has no model.safetensors. Expected an EAGLE-3 checkpoint. Mend: check the path."
-            )
-        try:
-            tensors = load_file(path)
-        except SafetensorError as error:
-            raise DraftError(f"{path} cannot be read ({error}). Mend: export or download the draft again.") from error
+        config, path = Eagle3Config.load(folder, num_layers), folder / "model.safetensors"
+        tensors = read_tensors(folder)
+        config = replace(config, own_embeddings="embed_tokens.weight" in tensors)
         tensors.setdefault("feature_rms", torch.ones(len(config.feature_layers) * config.target_hidden_size))
         if config.draft_vocab_size == config.vocab_size:
             tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.long))
@@ -307,9 +288,8 @@ class Eagle3Draft(Draft):
                 "words. "
                 "Expected the vocabulary map: without it every draft names a wrong token. Mend: export the draft again."
             )
-        ids = read_map(tensors["d2t"], config, path)
-        tensors.setdefault("t2d", torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
-        draft = cls(config, ids)
+        draft = cls(config, read_map(tensors["d2t"], config, path))
+        tensors["t2d"] = draft.t2d
         expected = draft.state_dict()
         wrong = sorted(expected.keys() ^ tensors.keys()) or [
             f"{name} {tuple(tensors[name].shape)} for {tuple(t.shape)}"
@@ -317,9 +297,10 @@ class Eagle3Draft(Draft):
             if t.shape != tensors[name].shape
         ]
         if wrong:
+            layers = "one layer" if config.num_hidden_layers == 1 else f"{config.num_hidden_layers} layers"
             raise DraftError(
                 f"{path}: tensors do not fit the config: {', '.join(wrong[:6])}. Expected the EAGLE-3 layout with "
-                "one layer. "
+                f"{layers}. "
                 "Mend: export the draft again."
             )
         draft.to(dtype or tensors["fc.weight"].dtype)

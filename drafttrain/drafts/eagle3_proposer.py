@@ -21,7 +21,7 @@ class Eagle3Proposer(Proposer):
     def __init__(self, draft):
         self.draft = draft.eval()
         self.feature_layers = draft.feature_layers
-        self._ids = draft.draft_ids
+        self._ids, self._window = draft.draft_ids, draft.shape.sliding_window
         self._cache: RaggedCache | None = None
         # Captured steps by batch size; those reserved for the next request; those in use (None: plain calls).
         self._kept: dict[int, StaticDraft] = {}
@@ -80,21 +80,22 @@ class Eagle3Proposer(Proposer):
         else:
             self._hidden = hidden[torch.arange(len(tokens)), lengths - 1][:, None]
 
-    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor | None = None, family=None) -> Tensor:
-        """The layer over n new rows behind the cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H].
+    def _run(self, tokens: Tensor, hidden: Tensor, positions: Tensor | None = None, family=None, depth=None) -> Tensor:
+        """The layers over n new rows behind the cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H].
 
-        positions int64 [B, n], family bool [B, n, m]: of a tree, whose nodes see only their ancestors among the last m
-        rows; None: rows in a line.
+        positions int64 [B, n], family bool [B, n, m], depth int64 [B, m]: of a tree, whose nodes see only their
+        ancestors among the last m rows, which lie so many positions behind the committed ones; None: rows in a line.
         """
         if self._steps is not None:
-            return self._steps.run(tokens, hidden, positions, family)
+            return self._steps.run(tokens, hidden, positions, family, depth)
         slots = self._cache.begin(tokens.shape[1])
         on_device, columns = (slots if positions is None else positions).to(hidden.device), self._cache.key_count
         if family is not None:
             behind = (self._cache.lengths + tokens.shape[1] - family.shape[2]).to(hidden.device)
-            mask = visible_tree(behind, family.to(hidden.device), columns)
+            mask = visible_tree(behind, family.to(hidden.device), columns, self._window, depth.to(hidden.device))
         else:
-            mask = None if tokens.numel() == 1 else visible(on_device, columns)
+            sees_all = tokens.numel() == 1 and self._window is None
+            mask = None if sees_all else visible(on_device, columns, self._window)
         rotary = self.draft.rotary(on_device, hidden.dtype)
         return run_layer(self.draft, self._cache, tokens.to(hidden.device), hidden, rotary, mask)
 

@@ -1,4 +1,4 @@
-"""The EAGLE-3 layer and head over fixed numbers of rows and nodes, captured as CUDA graphs (nn/graphs.py)."""
+"""The EAGLE-3 layers and head over fixed numbers of rows and nodes, captured as CUDA graphs (nn/graphs.py)."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,17 +13,17 @@ from drafttrain.nn.graphs import SMALLEST, Captured, padded, rounded, sizes
 def run_layer(
     draft, cache: RaggedCache, tokens: Tensor, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None
 ) -> Tensor:
-    """The draft's layer over n new rows behind an open cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H].
+    """The draft's layers over n new rows behind an open cache: tokens [B, n], hidden [B, n, H] -> hidden [B, n, H].
 
     rotary: cos and sin [B, 1, n, D]; mask bool [B, 1, n, columns], None where every row sees all.
     """
 
-    def attend(query, key, value):
-        key, value = cache.update(key, value, 0)
+    def attend(layer, query, key, value):
+        key, value = cache.update(key, value, layer)
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
-    return draft.midlayer(draft.embed(tokens), hidden, *rotary, attend)
+    return draft.advance(tokens, hidden, *rotary, attend)
 
 
 class StaticDraft:
@@ -72,7 +72,7 @@ class StaticDraft:
         inputs = padded(tokens, self.width), padded(features, self.width), self.cache.lengths, slots
         return self._call(("commit", self.width), *inputs)[:, :n]
 
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor | None, family: Tensor | None) -> Tensor:
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor | None, family: Tensor | None, depth) -> Tensor:
         """As Eagle3Proposer._run."""
         n = tokens.shape[1]
         if positions is None:
@@ -80,7 +80,7 @@ class StaticDraft:
         inputs = tokens, hidden, self.cache.lengths, positions
         if family is None:
             return self._call(("chain", n), *inputs)
-        return self._call(("tree", n, family.shape[2]), *inputs, family)
+        return self._call(("tree", n, family.shape[2]), *inputs, family, depth)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [B, .., H] -> logits [B, .., Vd]."""
@@ -98,16 +98,16 @@ class StaticDraft:
         return self._graphs[key](self.draft.fc.weight.device, tokens, hidden, *rest)[0]
 
     def _function(self, kind: str, n: int, *more: int) -> Callable:
-        draft, cache, columns = self.draft, self.cache, more[-1]
+        draft, cache, columns, window = self.draft, self.cache, more[-1], self.draft.shape.sliding_window
         cos, sin = draft.rotary_table(cache.capacity)
         ahead = torch.arange(n, device=cos.device)
 
-        def run(tokens, hidden, committed, positions, family=None):
+        def run(tokens, hidden, committed, positions, family=None, depth=None):
             slots = committed[:, None] + ahead
             if family is None:
-                mask = visible(slots, columns)
+                mask = visible(slots, columns, window)
             else:
-                mask = visible_tree(committed + n - family.shape[2], family, columns)
+                mask = visible_tree(committed + n - family.shape[2], family, columns, window, depth)
             cache.open(slots, columns)
             hidden = draft.fuse(hidden) if kind == "commit" else hidden
             rotary = cos[positions][:, None], sin[positions][:, None]

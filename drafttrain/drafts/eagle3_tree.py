@@ -38,7 +38,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
 
     @torch.no_grad()
     def propose(self, k: Tensor, stop: Stop | None = None) -> Proposal:
-        committed = self._cache.lengths
+        committed, self._depth = self._cache.lengths, torch.zeros(0, dtype=torch.long)
         if not int(k.max()):
             return Proposal(torch.zeros(len(k), 0, dtype=torch.long), torch.zeros_like(k))
         drafted = self._dynamic(k) if isinstance(self.tree, DynamicTree) else self._static(k)
@@ -48,7 +48,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
     def _expand(self, tokens: Tensor, hidden: Tensor, level: int, committed: Tensor, family: Tensor) -> Tensor:
         """Run the nodes [B, n] of a level that get children: their parents' hidden [B, n, H] -> their own."""
         positions = (committed + level - 1)[:, None].expand(tokens.shape)
-        hidden = self._run(tokens, hidden, positions, family)
+        self._depth = torch.cat([self._depth, torch.full((tokens.shape[1],), level - 1)])
+        hidden = self._run(tokens, hidden, positions, family, self._depth.expand(len(tokens), -1))
         self._cache.lengths = self._cache.lengths + tokens.shape[1]
         return hidden
 

@@ -137,7 +137,14 @@ def _heads(settings: DraftConfig, target: Target, values: dict) -> tuple[int, in
 
 @torch.no_grad()
 def low_rank(table: Tensor, rank: int) -> Tensor:
-    """E P, fp32 [V, rank], of the table E [V, Ht]: its best approximation of that rank, in P's coordinates.
+    """E P, fp32 [V, rank], of the table E [V, Ht]: its best approximation of that rank, in P's coordinates."""
+    basis = principal_axes(table, rank)
+    return torch.cat([rows.float() @ basis for rows in table.split(CHUNK)])
+
+
+@torch.no_grad()
+def principal_axes(table: Tensor, rank: int) -> Tensor:
+    """P fp32 [Ht, rank], orthonormal: the directions that hold most of a table E [V, Ht].
 
     E^T E is summed in fp64 over chunks of rows; the sign of each column is fixed, so that the result is too.
     """
@@ -147,8 +154,7 @@ def low_rank(table: Tensor, rank: int) -> Tensor:
         gram += (wide.T @ wide).double()
     basis = torch.linalg.eigh(gram).eigenvectors.flip(1)[:, :rank]
     largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-    basis = (basis * largest.sign()).float()
-    return torch.cat([rows.float() @ basis for rows in table.split(CHUNK)])
+    return (basis * largest.sign()).float()
 
 
 def fresh_student(settings: DraftConfig, target: Target, seed: int = 0) -> PreTrainedModel:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from drafttrain.drafts.base import Draft, DraftError, check_provenance, read_facts, tuned_target
 from drafttrain.drafts.eagle3 import Eagle3Draft
-from drafttrain.drafts.eagle3_config import ARCHITECTURE, Eagle3Config
+from drafttrain.drafts.eagle3_config import Eagle3Config
+from drafttrain.drafts.eagle3_files import ARCHITECTURE, PICKLED, is_eagle3
+from drafttrain.drafts.eagle3_start import check_asked, fitted_to
 from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.medusa import MedusaDraft
 from drafttrain.drafts.medusa2 import Medusa2Draft
@@ -23,6 +25,8 @@ from drafttrain.target_files import HUB_FILES, download
 
 KINDS = {ARCHITECTURE: Eagle3Draft, MEDUSA: MedusaDraft, SEQUENTIAL: MedusaDraft}
 """By the architecture in config.json; whole causal language models are small drafts (KdDraft)."""
+MASTER = "master"
+"""Folder of a run's draft that holds the fp32 weights as trained."""
 
 
 def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | None = None) -> Draft:
@@ -35,10 +39,18 @@ def load_draft(name_or_path: str | Path, target: Target, dtype: torch.dtype | No
     folder = find_draft(name_or_path)
     kind = _kind(folder)
     check_provenance(folder, target)
+    if kind is Eagle3Draft:
+        return _load_eagle3(folder, target, dtype).eval()
     draft = kind.from_pretrained(folder, dtype).to(target.device).eval().attach(target)
     if isinstance(draft, KdDraft) and not Path(name_or_path).exists():
         draft.name = str(name_or_path)  # Else that of the snapshot's folder, a hash.
     return draft
+
+
+def _load_eagle3(folder: Path, target: Target, dtype: torch.dtype | None) -> Eagle3Draft:
+    """From a folder in any known layout, attached; embeddings that are only a copy of the target's are the target's."""
+    draft = Eagle3Draft.from_pretrained(folder, dtype, target.num_layers).to(target.device)
+    return draft.attach(target).share_embeddings()
 
 
 def draft_method(folder: Path) -> str:
@@ -47,7 +59,10 @@ def draft_method(folder: Path) -> str:
 
 
 def _kind(folder: Path) -> type[Draft]:
-    architectures = read_facts(folder / "config.json").get("architectures")
+    facts = read_facts(folder / "config.json")
+    if is_eagle3(facts):
+        return Eagle3Draft
+    architectures = facts.get("architectures")
     name = (architectures or [""])[0]
     if name in KINDS:
         return KINDS[name]
@@ -75,6 +90,8 @@ def find_draft(name_or_path: str | Path) -> Path:
         folder = download(str(name_or_path), None, HUB_FILES)
     except TargetError as error:
         raise DraftError(f"no draft: {error}") from error
+    if not list(folder.glob("*.safetensors")):
+        folder = download(str(name_or_path), None, [*HUB_FILES, PICKLED])
     if not (folder / "config.json").exists():
         raise DraftError(f"{name_or_path} on the hub has no config.json. Expected a draft checkpoint.")
     return folder
@@ -103,11 +120,7 @@ def new_draft(
     if recipe.method == "kd":
         draft = _new_small_model(recipe, target, draft_ids, kept_layers)
     elif recipe.method == "eagle3":
-        if recipe.draft.init_from is not None:
-            raise DraftError("draft.init_from is set; warm starts are not built yet. Mend: leave it out.")
-        config = Eagle3Config.for_target(target, recipe.draft, feature_layers, len(draft_ids))
-        draft = Eagle3Draft(config, draft_ids).to(target.device).attach(target)
-        draft.initialise(**statistics, seed=recipe.training.seed)
+        draft = _new_eagle3(recipe, target, feature_layers, draft_ids, statistics)
         draft.ttt_steps = recipe.training.ttt_steps
         draft.step_decay = recipe.training.step_decay
     else:
@@ -117,6 +130,47 @@ def new_draft(
         if recipe.draft.lora is not None:
             draft = Medusa2Draft.build(heads, target, recipe.draft.lora, recipe.training)
     draft.objective = Objective.from_config(recipe.training)
+    return draft
+
+
+def _new_eagle3(
+    recipe: Recipe, target: Target, feature_layers: list[int], draft_ids: Tensor, statistics: dict[str, Tensor]
+) -> Eagle3Draft:
+    if recipe.draft.init_from is None:
+        config = Eagle3Config.for_target(target, recipe.draft, feature_layers, len(draft_ids))
+        draft = Eagle3Draft(config, draft_ids).to(target.device).attach(target)
+        draft.initialise(**statistics, seed=recipe.training.seed)
+    else:
+        draft = trained_before(recipe, target)
+        if not torch.equal(draft.draft_ids.cpu(), draft_ids) or draft.feature_layers != feature_layers:
+            raise DraftError(
+                f"draft.init_from is {recipe.draft.init_from}: its vocabulary or its feature layers are not those that "
+                f"the data was prepared for ({len(draft_ids)} words, layers {feature_layers}). Mend: prepare again "
+                "with --fresh."
+            )
+    return draft.train_embeddings(recipe.draft.train_embeddings)
+
+
+def trained_before(recipe: Recipe, target: Target) -> Eagle3Draft:
+    """The EAGLE-3 draft of draft.init_from (a run, a folder or a hub id, in any known layout) in fp32, on the target's
+    device and attached, with its own vocabulary map and feature layers.
+
+    Of a run its fp32 masters. DraftError where it is another kind, does not fit the target, or has another shape than
+    the recipe asks for.
+    """
+    name = recipe.draft.init_from
+    folder = find_draft(name)
+    kind = _kind(folder)
+    if kind is not Eagle3Draft:
+        raise DraftError(
+            f"draft.init_from is {name}, a draft of method {kind.method}. Expected an EAGLE-3 draft. Mend: check the "
+            "path, or leave it out."
+        )
+    check_provenance(folder, target)
+    masters = folder / MASTER
+    draft = _load_eagle3(masters if (masters / "config.json").exists() else folder, target, torch.float32)
+    check_asked(name, recipe.draft, draft.shape, recipe.features.layers)
+    draft.shape, draft.trained_before = fitted_to(draft.shape, target), True
     return draft
 
 

@@ -184,8 +184,12 @@ class Medusa2Draft(Draft):
         model.config.dtype = dtype
         return model
 
+    def served_by(self, target: Target) -> Target:
+        """The unchanged target as the adapters of now tune it, in its own dtype."""
+        return Target.from_model(self.plain_model(target.dtype), target.tokenizer, f"{target.name}, tuned")
+
     def proposer(self, target: Target, tree: Tree | None = None) -> MedusaProposer:
-        """A proposer of the heads for `target`, which is to be the tuned one: Target.from_model(plain_model(dtype))."""
+        """A proposer of the heads for `target`, which is to be the tuned one: `served_by`."""
         return self.heads.proposer(target, tree)
 
     def save_pretrained(self, folder: Path) -> None:

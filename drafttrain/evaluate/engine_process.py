@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from drafttrain.evaluate.http_client import EngineError
+from drafttrain.data.http_client import EngineError
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 LOG_LINES = 8

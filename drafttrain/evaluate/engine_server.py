@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafttrain.data.http_client import EngineError, Server
 from drafttrain.evaluate.engine_report import Answer, EngineCounts, EnginePrompt, Group, iterations_of
-from drafttrain.evaluate.http_client import EngineError, Metrics, Server
+from drafttrain.evaluate.prometheus import Metrics
 from drafttrain.nn.sampling import Sampling
 
 SETTLE = 2.0  # seconds that a server may take to count what it has already answered

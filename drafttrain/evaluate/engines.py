@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from drafttrain.data.http_client import EngineError, Server
 from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.engine_process import VllmWorker
 from drafttrain.evaluate.engine_report import (
@@ -24,7 +25,6 @@ from drafttrain.evaluate.engine_report import (
     iterations_of,
 )
 from drafttrain.evaluate.engine_server import EngineServer
-from drafttrain.evaluate.http_client import EngineError, Server
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.nn.sampling import Sampling
 

@@ -213,13 +213,15 @@ def _windows(values: Mapping[str, Any], layers: int) -> list[int | None]:
 
 
 def eagle3_shapes(config: Eagle3Config) -> tuple[ModelShape, ModelShape]:
-    """(a drafting step, the commit pass) of an EAGLE-3 draft: its layer and head rows; the pass fuses features too."""
+    """(a drafting step, the commit pass) of an EAGLE-3 draft: its layers and head rows; the pass fuses features too."""
     H, width = config.hidden_size, config.head_dim
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    layer = 2 * H * (heads + 2 * kv_heads) * width + heads * width * H + 3 * H * config.intermediate_size + 3 * H
-    step = layer + H + config.draft_vocab_size * H
-    kv = ((2 * kv_heads * width, None),)
-    fuse = H * len(config.feature_layers) * config.target_hidden_size
+    qkv, layers = H * (heads + 2 * kv_heads) * width, config.num_hidden_layers
+    layer = qkv + heads * width * H + 3 * H * config.intermediate_size + 2 * H
+    first = qkv + H  # What the first layer has more: a second input and its norm.
+    step = layers * layer + first + H + config.draft_vocab_size * H
+    kv = ((2 * kv_heads * width, config.sliding_window),) * layers
+    fuse = (H + config.fc_norm) * len(config.feature_layers) * config.target_hidden_size
     return ModelShape(step, kv=kv), ModelShape(step + fuse, kv=kv)
 
 

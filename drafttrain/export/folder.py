@@ -10,15 +10,16 @@ from drafttrain.data.files import replace_folder
 from drafttrain.drafts.base import Draft
 from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.drafts.kd import IDS_FILE, KdDraft
-from drafttrain.drafts.loading import load_draft
+from drafttrain.drafts.loading import MASTER, load_draft
 from drafttrain.drafts.medusa import MedusaDraft
 from drafttrain.drafts.medusa2 import Medusa2Draft
-from drafttrain.export import eagle3, kd, medusa, medusa2
+from drafttrain.export import card, eagle3, gguf, kd, medusa, medusa2
 from drafttrain.export.base import ExportError
 from drafttrain.target import Target
 from drafttrain.target_files import stored_dtypes
 
-MASTER = "master"
+OWN = (gguf.FILE, card.FILE)
+"""Files that each export writes for itself."""
 
 
 def write_draft(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:
@@ -58,22 +59,26 @@ def export_draft(
     is replaced whole. Returns k, or for Medusa heads how many were written.
 
     k: the drafts a round that a small model's generation config asks for, and how many of a draft's Medusa heads are
-    written (None: all). engine: TensorRT-LLM reads Medusa heads in a layout of their own. Raises DraftError where the
-    draft does not fit the target, ExportError where there are no masters, a number does not survive the cast, engines
-    would serve other heads, or `folder` holds anything else than a former export.
+    written (None: all). engine: TensorRT-LLM reads Medusa heads in a layout of their own; for llama.cpp draft.gguf is
+    written beside the other files. Raises DraftError where the draft does not fit the target, ExportError where there
+    are no masters, a number does not survive the cast, engines would serve another draft, or `folder` holds anything
+    else than a former export.
     """
     draft = load_draft(draft_folder, target)
-    dtypes = stored_dtypes(draft_folder)  # As loaded would not do: CPUs load float16 as bfloat16.
-    stored = max(set(dtypes), key=dtypes.count)
-    files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file())
+    stored = _stored_dtype(draft, draft_folder)
+    files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file() and entry.name not in OWN)
     _check_place(folder, files)
     if isinstance(draft, MedusaDraft):
         medusa.check_target(target)
         k = medusa.check_heads(draft, k)
+    if isinstance(draft, Eagle3Draft):
+        eagle3.check_engine(engine, draft.shape)
 
     def fill(path: Path) -> None:
         if isinstance(draft, MedusaDraft):
             as_stored = engine != "tensorrt-llm" and medusa.is_written(draft, draft_folder, k)
+        elif isinstance(draft, Eagle3Draft):
+            as_stored = eagle3.is_written(draft, draft_folder, stored)
         else:
             as_stored = not (isinstance(draft, KdDraft) and draft.aligned)
         if as_stored and dtype in (None, stored):
@@ -88,15 +93,27 @@ def export_draft(
                 write_draft(exact, target, path, dtype or stored, **details)
         if k is not None and isinstance(draft, KdDraft):
             kd.assistant_settings(target, k).save_pretrained(path)
+        if engine == "llama.cpp":
+            gguf.write_gguf(path, target)
+        card.write_card(path, folder, draft, draft_folder, target, k or 3)
 
     replace_folder(folder, fill)
     return k
+
+
+def _stored_dtype(draft: Draft, folder: Path) -> torch.dtype:
+    if isinstance(draft, Eagle3Draft):
+        return draft.fc.weight.dtype
+    dtypes = stored_dtypes(folder)  # As loaded would not do: CPUs load float16 as bfloat16.
+    return max(set(dtypes), key=dtypes.count)
 
 
 def _exact(draft: Draft, folder: Path, target: Target, stored: torch.dtype, dtype: torch.dtype | None) -> Draft:
     """The draft in the numbers that are to be cast: the fp32 masters, or as stored where that is the dtype wanted."""
     if (folder / MASTER).exists():
         return _from_masters(draft, folder, target)
+    if dtype in (None, stored) and isinstance(draft, Eagle3Draft):
+        return draft
     if dtype in (None, stored):
         return type(draft).from_pretrained(folder, stored).to(target.device).attach(target)
     raise ExportError(
@@ -106,7 +123,7 @@ def _exact(draft: Draft, folder: Path, target: Target, stored: torch.dtype, dtyp
 
 
 def _check_place(folder: Path, files: list[str]) -> None:
-    known = {*files, "generation_config.json", IDS_FILE, medusa.ORIGINAL, medusa.TREE_FILE}
+    known = {*files, "generation_config.json", IDS_FILE, medusa.ORIGINAL, medusa.TREE_FILE, gguf.FILE, card.FILE}
     others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
     if others or folder.is_file():
         raise ExportError(

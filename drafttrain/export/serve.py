@@ -1,17 +1,22 @@
 """The command lines that serve a target with an exported draft, engine by engine."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.engines import UNTRACKED
+from drafttrain.export import eagle3, gguf
 from drafttrain.export.base import ExportError
+from drafttrain.export.medusa import ORIGINAL
 from drafttrain.recipe_rules import ENGINES
 from drafttrain.target import Target
 
 VLLM_METHODS = {"eagle3": "eagle3", "medusa": "medusa", "kd": "draft_model"}
+LLAMA_CPP_TYPES = {"eagle3": "draft-eagle3", "kd": "draft-simple"}
 SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "kd": "STANDALONE"}
 VLLM_WITHOUT_HOOKS = ("gemma", "gemma2", "gemma3", "gemma3_text", "mixtral", "glm4", "exaone4")
 """Targets whose native vLLM implementation has no EAGLE-3 hooks; the transformers backend has them (vLLM 0.32)."""
@@ -32,12 +37,14 @@ def check_engine(engine: str, method: str, folder: Path) -> None:
             f"{folder} holds sequential heads. Expected plain ones: no engine serves heads that read drafted tokens. "
             "Mend: measure them with drafttrain evaluate; for serving train with draft.sequential: false."
         )
-    if method == "kd":
-        check_layers(engine, json.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
+    if method == "kd" and engine == "llama.cpp":
+        gguf.family(json.loads((folder / "config.json").read_text(encoding="utf-8")), str(folder))
 
 
 def check_layers(engine: str, config: PretrainedConfig | dict, name: str) -> None:
-    """ExportError where the engine gives a small model full attention in other layers than its config says."""
+    """ExportError where the engine's own converter gives a small model full attention in other layers than its config
+    says; draft.gguf as `export` writes it says which ones.
+    """
     values = config if isinstance(config, dict) else config.to_dict()
     period, kinds = LLAMA_CPP_PERIODS.get(values.get("model_type")), values.get("layer_types")
     if engine != "llama.cpp" or period is None or kinds is None:
@@ -52,8 +59,43 @@ def check_layers(engine: str, config: PretrainedConfig | dict, name: str) -> Non
         )
 
 
-def serve_command(engine: str, target: Target, folder: Path, k: int, method: str = "eagle3") -> str | None:
-    """The command line that serves the target with this draft; None for engines whose command is not known here."""
+def serve_lines(
+    target: Target, files: Path, folder: Path, k: int, method: str
+) -> Iterator[tuple[str, str | None, str | None]]:
+    """(engine, command or None, why there is none) for each engine of the method: of the export that is in `files` and
+    will lie at `folder`.
+    """
+    original = (files / ORIGINAL).exists()
+    for engine in ENGINES[method]:
+        why = _why_not(engine, target, files, method)
+        if why is None and method == "medusa" and (engine == "tensorrt-llm") != original:
+            why = f"reads another layout; drafttrain export --engine {engine} writes it"
+        if why is None and engine == "llama.cpp" and not (files / gguf.FILE).exists():
+            why = f"reads {gguf.FILE}, which drafttrain export --engine llama.cpp writes"
+        command = None if why else serve_command(engine, target, folder, k, method, files)
+        yield engine, command, why or (None if command else "give it this folder as its draft")
+
+
+def _why_not(engine: str, target: Target, files: Path, method: str) -> str | None:
+    """What keeps the engine from serving this draft as it was trained."""
+    try:
+        if method == "eagle3":
+            eagle3.check_engine(engine, Eagle3Config.load(files, target.num_layers))
+            if engine == "llama.cpp":
+                gguf.check_hooks(target)
+        elif not (files / ORIGINAL).exists():
+            check_engine(engine, method, files)
+    except ExportError as error:
+        return "not served (" + str(error).split(". Mend")[0].split(". Expected")[0] + ")"
+    return None
+
+
+def serve_command(
+    engine: str, target: Target, folder: Path, k: int, method: str = "eagle3", files: Path | None = None
+) -> str | None:
+    """The command line that serves the target with this draft; None for engines whose command is not known here. files:
+    where the export lies now, if not in `folder`.
+    """
     # Of a GGUF file the converted folder is served.
     model = target.folder if Path(target.name).expanduser().exists() else target.name
     if engine == "vllm":
@@ -63,7 +105,7 @@ def serve_command(engine: str, target: Target, folder: Path, k: int, method: str
             # vLLM 0.32 wants all layers of such a draft in one cache group.
             backend = " --disable-hybrid-kv-cache-manager"
         spec = f'{{"method": "{VLLM_METHODS[method]}", "model": "{folder}", "num_speculative_tokens": {k}}}'
-        if method == "medusa" and not MedusaConfig.load(folder).whole_vocabulary:
+        if method == "medusa" and not MedusaConfig.load(files or folder).whole_vocabulary:
             backend = f" --model-loader-extra-config '{json.dumps(UNTRACKED['model_loader_extra_config'])}'"
         return f"vllm serve {model}{backend} --speculative-config '{spec}'"
     if engine == "sglang":
@@ -77,9 +119,10 @@ def serve_command(engine: str, target: Target, folder: Path, k: int, method: str
             f'python -c \'from transformers import pipeline; print(pipeline("text-generation", "{model}", '
             f'assistant_model="{folder}")("def main():", max_new_tokens=64)[0]["generated_text"])\''
         )
-    if method == "kd" and engine == "llama.cpp":
+    if engine == "llama.cpp":
+        own = target.name if target.name.endswith(".gguf") else "TARGET.gguf"
         return (
-            f"python convert_hf_to_gguf.py {folder} --outfile draft.gguf && "
-            f"llama-server -m TARGET.gguf -md draft.gguf --draft-max {k}"
+            f"llama-server -m {own} -md {folder}/{gguf.FILE} --spec-type {LLAMA_CPP_TYPES[method]} "
+            f"--spec-draft-n-max {k} --spec-draft-p-min 0"
         )
     return None

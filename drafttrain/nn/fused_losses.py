@@ -8,18 +8,21 @@ backward.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from drafttrain.nn.objective import Objective, Pair, combined
-from drafttrain.nn.teacher import DenseTeacher, DraftWords, TopKTeacher
+from drafttrain.nn.teacher import DenseChunk, DenseTeacher, DraftWords, TopKTeacher
 
 CHUNK_ELEMENTS = 2**26
 """Logits of teacher and unroll steps that exist at once, in the compute dtype: 128 MiB in bf16."""
 BLOCK_ELEMENTS = {"cpu": 2**20}
 """Elements of one wide matrix: about half a dozen of them exist, and on CPUs they are to stay in the cache."""
 BLOCK_ELEMENTS_ELSEWHERE = 2**23
+KERNEL_DEVICES = ("cuda",)
+"""Where triton, if installed, does the rows of dense teachers (`fused_triton`), a chunk at once."""
 LEAST_ROWS = 16
 """Of a chunk and of a block: with fewer, a CPU shared with others spends its time at the threads' barriers."""
 
@@ -214,9 +217,11 @@ class _Pass:
         self.learns = learns_head or learns_states
         self.block = max(BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS_ELSEWHERE) // len(weight), LEAST_ROWS)
         self.products = [weight.new_empty(min(plan.chunk, rows), len(weight)) for _ in states]
+        dense = isinstance(plan.teacher, DenseTeacher) and plan.wide == torch.float32
+        self.kernel = dense and device.type in KERNEL_DEVICES and find_spec("triton") is not None
 
     def chunk(self, positions: Tensor) -> None:
-        """The products of a chunk of teacher positions, its rows in blocks, and the products of the gradients."""
+        """The products of a chunk of teacher positions, its rows, and the products of the gradients."""
         plan = self.plan
         teacher = plan.teacher.chunk(positions)
         steps = []
@@ -226,13 +231,10 @@ class _Pass:
                 h = states[source]
                 product = torch.mm(h, self.weights[plan.place(k)].t(), out=self.products[k][: len(positions)])
                 steps.append((k, source, counts, h, product))
-        for start in range(0, len(positions), self.block):
-            rows = slice(start, start + self.block)
-            block = teacher.block(rows, plan.wide)
-            target = block.argmax() if plan.target_index is None else plan.target_index[positions[rows]]
-            token = None if plan.token_index is None else plan.token_index[positions[rows]]
-            for k, source, counts, _, product in steps:
-                self.rows(k, block, target, token, source[rows], counts[rows], product[rows])
+        if self.kernel:
+            self.rows_by_kernel(teacher, positions, steps)
+        else:
+            self.rows_by_blocks(teacher, positions, steps)
         for k, source, _, h, gradient in steps if self.learns else ():
             place = plan.place(k)
             if self.grad_heads:
@@ -240,6 +242,32 @@ class _Pass:
             if self.grad_states:
                 # `source` repeats rows that do not count; their gradient is zero, hence add, not write.
                 self.grad_states[k].index_add_(0, source, gradient @ self.weights[place])
+
+    def rows_by_kernel(self, chunk: DenseChunk, positions: Tensor, steps: list[tuple]) -> None:
+        """Figures of a chunk at every step; its gradients are written over the products."""
+        from drafttrain.nn import fused_triton
+
+        plan, learns = self.plan, self.learns
+        teacher = fused_triton.TeacherRows(chunk, plan.objective.temperature)
+        target = teacher.argmax() if plan.target_index is None else plan.target_index[positions]
+        token = None if plan.token_index is None else plan.token_index[positions]
+        for k, source, counts, _, product in steps:
+            head, weight = plan.heads[plan.place(k)], plan.step_weights[k]
+            arguments = (product, teacher, plan.objective, target, token, source, counts, self.hit[k], weight, learns)
+            loss, overlap = fused_triton.rows(*arguments, head.bias, head.scale, head.softcap)
+            self.figures[0, k] += loss.sum()
+            self.figures[2, k] += overlap.sum()
+
+    def rows_by_blocks(self, chunk: DenseChunk | TopKTeacher, positions: Tensor, steps: list[tuple]) -> None:
+        """The same in torch: wide matrices exist for a block of the rows."""
+        plan = self.plan
+        for start in range(0, len(positions), self.block):
+            rows = slice(start, start + self.block)
+            block = chunk.block(rows, plan.wide)
+            target = block.argmax() if plan.target_index is None else plan.target_index[positions[rows]]
+            token = None if plan.token_index is None else plan.token_index[positions[rows]]
+            for k, source, counts, _, product in steps:
+                self.rows(k, block, target, token, source[rows], counts[rows], product[rows])
 
     def rows(
         self, k: int, block, target: Tensor, token: Tensor | None, source: Tensor, counts: Tensor, product: Tensor

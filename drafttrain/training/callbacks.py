@@ -16,8 +16,8 @@ from drafttrain.data.run_folder import RunError
 
 
 class Budget(TrainerCallback, ExportableState):
-    """Stops after `max_minutes` of training (evaluation and saving included), counted across resumes, and tells the
-    progress.
+    """Stops after `max_minutes` of wall-clock time (validation, measuring acceptance and saving included), counted
+    across resumes, and tells the progress.
 
     progress() in [0, 1] drives the learning rate: the larger of steps done / planned and minutes spent / allowed.
     """
@@ -123,10 +123,12 @@ class Bar(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if state.is_world_process_zero and metrics:
             console = self._progress.console if self._progress is not None else Console(stderr=True, soft_wrap=True)
-            length = metrics["eval_acceptance_length"]
             minutes = self.budget.seconds() / 60
             line = f"step {state.global_step} ({minutes:.1f} min)  {self.notes()}  "
-            console.print(f"{line}validation acceptance length {length:.2f}", highlight=False)
+            found = f"validation loss {metrics['eval_loss']:.3f}"
+            if "eval_acceptance_length" in metrics:
+                found += f"  acceptance length {metrics['eval_acceptance_length']:.2f}"
+            console.print(line + found, highlight=False)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.close()

@@ -10,8 +10,10 @@ from safetensors import SafetensorError
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import DTYPES
-from drafttrain.data.prepare import Prepared, online_source, prepare
+from drafttrain.data.prepare import Prepared, prepare
+from drafttrain.data.read_ahead import Screen
 from drafttrain.data.run_folder import RunError, RunFolder
+from drafttrain.data.sources import online_source
 from drafttrain.drafts.base import Batch, Draft, tuned_target, tuned_words
 from drafttrain.drafts.loading import load_served, new_draft
 from drafttrain.evaluate import tree_calibration
@@ -20,6 +22,7 @@ from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
 from drafttrain.training.on_policy import OnPolicy
+from drafttrain.training.selection import LENGTH, Acceptance
 from drafttrain.training.trainer import OWN, DraftTrainer, batch_on
 
 
@@ -55,7 +58,8 @@ def train(
     def keep_best(best: Draft, validation: dict) -> None:
         _save(best, target, run.draft, dtype, validation=validation)
 
-    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own)
+    acceptance = Acceptance.of(recipe.training, target, prepared.rows)
+    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance)
     if not run.checkpoints():
         start_up_gate(draft, recipe, prepared, sources["train"], say)
         if state.is_main_process:
@@ -72,7 +76,12 @@ def train(
     if recipe.method == "medusa" and state.is_main_process:
         _calibrate_tree(recipe, run, target, prepared, trainer, say)
     minutes = trainer.budget.seconds() / 60
-    best = "" if trainer.best is None else f"; best validation acceptance length {trainer.best:.2f} (teacher-forced)"
+    best = ""
+    if trainer.best is not None:
+        what = "acceptance length" if trainer.criterion == LENGTH else "loss"
+        best = f"; best validation {what} {trainer.best:.2f}"
+    if trainer.impatient():
+        best += f"; {recipe.training.early_stopping_patience} measurements without gain"
     tuned = tuned_words(run.draft) if recipe.draft.lora is not None and state.is_main_process else ""
     where = f"draft in {run.draft}" + (f", {tuned}" if tuned else "")
     say(f"trained {trainer.state.global_step} steps in {minutes:.1f} minutes{best}; {where}")
@@ -123,7 +132,11 @@ def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say:
     """Let the draft set what one batch can set, and refuse to train from a start that says that something is wrong."""
     rows = prepared.rows["train"]
     sampler = TokenBudgetSampler([len(row["input_ids"]) for row in rows], recipe.training.max_tokens_per_batch, 1, 0)
-    batch = source.attach(Batch(**collate([rows[i] for i in sampler.batches()[0]])))
+    screen = Screen(rows)
+    for indices in sampler.batches():
+        batch = screen.pass_on(source.attach(Batch(**collate([rows[i] for i in indices]))))
+        if batch.loss_mask.any():
+            break
     loss = draft.calibrate(batch_on(batch, next(draft.parameters()).device))
     guessing = math.log(draft.draft_vocab_size)
     say(f"start-up gate: step-0 loss {loss:.2f} nats, uniform guessing {guessing:.2f}")

@@ -5,6 +5,7 @@ frozen target.
 import json
 import math
 import shutil
+import time
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -19,6 +20,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import FeatureSource
+from drafttrain.data.read_ahead import ReadAhead, Screen, batch_of
 from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.drafts.base import Batch, Draft, DraftLoss, ParameterGroup
 from drafttrain.nn.fused_losses import StepFigures
@@ -26,6 +28,7 @@ from drafttrain.recipe import TrainingConfig
 from drafttrain.training.callbacks import Bar, Budget, JsonLog, cut_log
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.schedule import learning_rate_factor
+from drafttrain.training.selection import LENGTH, LOSS, Acceptance, gains, waited
 
 OWN = "own"
 """The source of features for batches that the draft continued itself."""
@@ -38,7 +41,8 @@ class DraftTrainer(Trainer):
     and for batches that the draft continued itself (`own`) from sources[OWN].
 
     What it adds to Trainer: batches under a token budget, the objective divided by the step-0 rows of all ranks and
-    accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, a budget in minutes.
+    accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, a budget in minutes, and selection by
+    acceptance as served (`acceptance`; None: by validation loss).
     """
 
     def __init__(
@@ -50,14 +54,18 @@ class DraftTrainer(Trainer):
         sources: dict[str, FeatureSource],
         on_best=None,
         own: OnPolicy | None = None,
+        acceptance: Acceptance | None = None,
     ):
         self.config, self.run, self.rows, self.sources, self.on_best = config, run, rows, sources, on_best
-        self.own = own
+        self.own, self.acceptance = own, acceptance
+        self.criterion = LOSS if acceptance is None else LENGTH
         self.budget = Budget(config.max_minutes)
         self._sums: StepFigures | None = None
-        self._tokens, self._note = 0, ""
+        self._tokens, self._logged_at, self._note = 0, 0.0, ""
         args = _arguments(config, run.path, draft, "validation" in rows)
         self.bar = Bar(self.budget, lambda: self._note)
+        self.ahead = ReadAhead(lambda: self.sources["train"])
+        self.screens = {split: Screen(rows[split]) for split in rows}
         super().__init__(
             model=draft,
             args=args,
@@ -69,7 +77,7 @@ class DraftTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # Standard output belongs to --json.
         self.model_accepts_loss_kwargs = True
         self.sampler: TokenBudgetSampler | None = None
-        self.best = _read_best(run)
+        self.best = _read_best(run, self.criterion)
         self.validation_batches = self._sampler("validation", 1).batches() if "validation" in rows else []
 
     # --- data
@@ -89,7 +97,10 @@ class DraftTrainer(Trainer):
         return TokenBudgetSampler(lengths, self.config.max_tokens_per_batch, world_size, self.config.seed)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        """Trainer's, with a share of the batches continued by the draft itself; the rows are counted after that."""
+        """Trainer's, with stored features read ahead and a share of the batches continued by the draft itself; the
+        rows are counted after that.
+        """
+        epoch_iterator = self.ahead.over(epoch_iterator)
         if self.own is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
@@ -101,8 +112,9 @@ class DraftTrainer(Trainer):
     # --- loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        batch = Batch(**{f.name: inputs[f.name] for f in fields(Batch) if f.name in inputs})
+        batch = batch_of(inputs)
         batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
+        batch = self.screens["train"].pass_on(batch)
         output: DraftLoss = model(batch_on(batch, self.args.device))
         if not torch.isfinite(output.objective):
             own = int(batch.index[0]) < 0
@@ -125,6 +137,11 @@ class DraftTrainer(Trainer):
             spent = self.budget.seconds()
             tokens = int(self.accelerator.reduce(torch.tensor(self._tokens, device=self.args.device), "sum"))
             logs["tokens_per_second"] = tokens / max(spent - self._logged_at, 1e-9)
+            if self.sources["train"].reads_ahead:
+                logs["data_wait"] = self.ahead.waited / max(spent - self._logged_at, 1e-9)
+                self.ahead.waited = 0.0
+            if self.screens["train"].broken:
+                logs["skipped_samples"] = len(self.screens["train"].broken)
             self._logged_at, self._sums, self._tokens = spent, None, 0
             self._note = f"loss {logs['loss']:.3f}  acceptance {logs['step_acceptance/0']:.3f}  "
             self._note += f"{logs['tokens_per_second']:.0f} tokens/s"
@@ -136,30 +153,52 @@ class DraftTrainer(Trainer):
     # --- validation
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Teacher-forced figures on the validation rows; a better acceptance length than before hands the draft to
-        on_best.
+        """Teacher-forced figures on the validation rows and, where it is due, the acceptance length of the loop; a
+        better one than before hands the draft to on_best, too many without gain end the training.
         """
         if not self.eval_dataset:
             return {}
+        started = self.budget.seconds()
         metrics = self.validate()
+        due = self.acceptance is not None and self.acceptance.due(self.state.global_step)
+        if due or (self.acceptance is not None and self.control.should_training_stop):
+            metrics |= self.measure()
         self.log(dict(metrics))
-        length = metrics["eval_acceptance_length"]
-        if (self.best is None or length > self.best) and self.is_world_process_zero():
-            self.best = length
+        found = metrics.get(self.criterion)
+        if found is not None and gains(self.criterion, found, self.best) and self.is_world_process_zero():
+            self.best = found
             if self.on_best is not None:
                 self.on_best(self.model, {"step": self.state.global_step, **metrics})
         # Marks the validation as done: Trainer would repeat it where the epoch ends with this step.
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control.should_training_stop |= self.impatient()
+        self._logged_at += self.budget.seconds() - started  # tokens_per_second is of training alone.
         return metrics
 
     def evaluated(self) -> bool:
-        """Whether the current step has been validated, also by the run that wrote the checkpoint."""
+        """Whether the current step has been measured, also by the run that wrote the checkpoint."""
         history = self.state.log_history
-        return any(row["step"] == self.state.global_step and "eval_loss" in row for row in history)
+        return any(row["step"] == self.state.global_step and self.criterion in row for row in history)
+
+    def impatient(self) -> bool:
+        """Whether early_stopping_patience measurements in a row have brought no gain, earlier sessions included."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and waited(self.state.log_history, self.criterion) >= patience
+
+    def measure(self) -> dict[str, float]:
+        """eval_acceptance_length, tau of the evaluator's loop, and the seconds that it took."""
+        assert self.acceptance is not None
+        started, accelerator = time.monotonic(), self.accelerator
+        draft = accelerator.unwrap_model(self.model)
+        counts = self.acceptance.measure(draft, accelerator.process_index, accelerator.num_processes)
+        sums = torch.tensor([counts.accepted, counts.iterations], device=self.args.device)
+        accepted, iterations = accelerator.reduce(sums, "sum").tolist()
+        seconds = time.monotonic() - started
+        return {LENGTH: 1 + accepted / max(iterations, 1), "eval_acceptance_seconds": round(seconds, 3)}
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
-        """eval_loss, eval_step_acceptance/k and eval_acceptance_length = 1 + the joint teacher-forced acceptances,
+        """eval_loss, eval_step_acceptance/k and eval_teacher_forced_length = 1 + the joint teacher-forced acceptances,
         summed.
         """
         draft = self.accelerator.unwrap_model(self.model)
@@ -169,7 +208,8 @@ class DraftTrainer(Trainer):
         for indices in self.validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
             batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
             with self.accelerator.autocast():
-                output = draft(batch_on(self.sources["validation"].attach(batch), self.args.device))
+                batch = self.screens["validation"].pass_on(self.sources["validation"].attach(batch))
+                output = draft(batch_on(batch, self.args.device))
             sums = _add(sums, output.figures)
         draft.train(was_training)
         if sums is None:
@@ -247,17 +287,17 @@ class DraftTrainer(Trainer):
     def fit(self) -> None:
         """Train from the last whole checkpoint, or from the start. A run that is done stays as it is."""
         checkpoints = self.run.checkpoints()
-        self._logged_at = 0.0
         if checkpoints and self.is_world_process_zero():
             cut_log(self.run.log, int(checkpoints[-1].name.split("-")[1]))
         try:
             self.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         finally:
+            self.ahead.close()
             self.bar.close()
 
     def _run_epoch(self, **kwargs) -> None:
         """Nothing when the last step is already done: Trainer would resume a finished run with one step more."""
-        if self.state.global_step >= self.state.max_steps or self.budget.spent():
+        if self.state.global_step >= self.state.max_steps or self.budget.spent() or self.impatient():
             self.control.should_training_stop = True
         else:
             super()._run_epoch(**kwargs)
@@ -336,7 +376,7 @@ def _add(sums: StepFigures | None, figures: StepFigures) -> StepFigures:
 
 def rates(sums: StepFigures, prefix: str) -> dict[str, float]:
     """Means of summed figures: step_loss/k, step_acceptance/k (top-1 hits, teacher-forced, unconditional),
-    step_alpha/k, and, with the prefix eval_, loss and acceptance_length. Of a tuned target (Medusa-2) also
+    step_alpha/k, and, with the prefix eval_, loss and teacher_forced_length. Of a tuned target (Medusa-2) also
     target_drift, KL(unchanged || tuned) in nats, and target_same_choice, the share of positions with the same choice.
     """
     rows = sums.rows.clamp_min(1).tolist()
@@ -350,10 +390,10 @@ def rates(sums: StepFigures, prefix: str) -> dict[str, float]:
         out[f"{prefix}target_drift"], out[f"{prefix}target_same_choice"] = divergence / compared, same / compared
     if prefix:
         out[f"{prefix}loss"] = sums.loss[0].item() / rows[0]
-        out[f"{prefix}acceptance_length"] = 1 + sum(j / n for j, n in zip(sums.joint.tolist(), rows, strict=True))
+        out[f"{prefix}teacher_forced_length"] = 1 + sum(j / n for j, n in zip(sums.joint.tolist(), rows, strict=True))
     return out
 
 
-def _read_best(run: RunFolder) -> float | None:
+def _read_best(run: RunFolder, criterion: str) -> float | None:
     path = run.draft / "drafttrain.json"
-    return json.loads(path.read_text()).get("validation", {}).get("eval_acceptance_length") if path.exists() else None
+    return json.loads(path.read_text()).get("validation", {}).get(criterion) if path.exists() else None

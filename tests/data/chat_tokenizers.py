@@ -1,5 +1,7 @@
 """A byte-level test tokenizer without merges (a token a byte), chat templates of several families, ids by hand."""
 
+from itertools import groupby
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -102,3 +104,12 @@ def talk(*contents, system=None):
     turns = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     head = [] if system is None else [{"role": "system", "content": system}]
     return Conversation(messages=(*head, *turns), source="f.jsonl:1")
+
+
+def mask_runs(encoded, tokenizer):
+    """The sequence as runs of (text, supervised), special tokens spelled out."""
+    runs = groupby(zip(encoded.input_ids, encoded.loss_mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [
+        (tokenizer.decode([t for t, _ in run], clean_up_tokenization_spaces=False), supervised)
+        for supervised, run in runs
+    ]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafttrain.data.chat import CUT, NOTHING, Encoded, audit, encode, mask_runs, prompt_ids
+from drafttrain.data.chat import CUT, NOTHING, Encoded, audit, encode, prompt_ids
 from drafttrain.data.conversations import Conversation, DataError
 from tests.data.chat_tokenizers import (
     BYTES,
@@ -16,6 +16,7 @@ from tests.data.chat_tokenizers import (
     SPECIALS,
     by_hand,
     make_tokenizer,
+    mask_runs,
     stops,
     talk,
 )
@@ -287,15 +288,6 @@ def test_audit_refuses_data_without_supervision():
         audit([run(talk("a"), tokenizer)], tokenizer)
     with pytest.raises(DataError, match="masked: 1 of 2 answers begin after the cut; raise"):
         audit([run(talk("a"), tokenizer), run(talk("a", "b"), tokenizer, max_length=3)], tokenizer)
-
-
-def test_mask_runs():
-    tokenizer = make_tokenizer(GEMMA)
-    assert mask_runs(run(talk("a", "é b"), tokenizer), tokenizer) == [
-        ("<bos><start_of_turn>user\na<end_of_turn>\n<start_of_turn>model\n", False),
-        ("é b<end_of_turn>", True),
-        ("\n", False),
-    ]
 
 
 # Prompts for serving.

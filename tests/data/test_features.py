@@ -10,18 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.data import features
+from drafttrain.data import store
 from drafttrain.data.batching import collate
 from drafttrain.data.conversations import DataError
-from drafttrain.data.features import (
-    OnlineFeatures,
-    StoredFeatures,
-    StoreKey,
-    bytes_per_token,
-    channel_statistics,
-    teacher_statistics,
-    write_store,
-)
+from drafttrain.data.features import DTYPES, OnlineFeatures, channel_statistics, teacher_statistics
+from drafttrain.data.store import StoredFeatures, StoreKey, bytes_per_token, tokens_missing, write_store
 from drafttrain.drafts.base import Batch
 from tests.tiny_drafts import make_target
 from tests.tiny_models import V
@@ -85,7 +78,7 @@ def target():
 
 @pytest.fixture
 def small_shards(monkeypatch) -> None:
-    monkeypatch.setattr(features, "SHARD_TOKENS", 60)
+    monkeypatch.setattr(store, "SHARD_TOKENS", 60)
 
 
 def test_online_tensors_equal_the_models_own(target) -> None:
@@ -159,7 +152,7 @@ def test_the_store_gives_the_online_tensors_bit_for_bit(
     target, tmp_path, small_shards, dtype, layers, statistics
 ) -> None:
     rows = make_rows(23)
-    online = OnlineFeatures(target, layers, features.DTYPES[dtype], statistics)
+    online = OnlineFeatures(target, layers, DTYPES[dtype], statistics)
     key = make_key(rows, dtype, layers=tuple(layers), statistics=statistics)
     write_store(tmp_path, key, online, rows, 1)  # one row a batch, so that the kernels see the same shapes
     assert len(list(tmp_path.glob("shard-*"))) > 3
@@ -267,11 +260,14 @@ def test_a_damaged_shard_is_named_and_written_again(target, tmp_path, small_shar
     else:
         shard.unlink()
     stored = StoredFeatures(tmp_path, key, len(rows))
-    with pytest.raises(DataError, match=r"shard-00001.safetensors is missing or damaged .*delete the file"):
+    with pytest.raises(DataError, match=r"shard-00001.safetensors is missing or damaged .*again, which writes this"):
         [stored.attach(batch_of([row])) for row in rows]
-    shard.unlink(missing_ok=True)
+    others = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("shard-*") if path != shard}
+    assert tokens_missing(tmp_path, key, rows) == sum(json.loads(sound["manifest.json"])["shards"][1]["lengths"])
     write_store(tmp_path, key, online, rows, 64)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == sound
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in others} == others and len(others) > 2
+    assert tokens_missing(tmp_path, key, rows) == 0
 
 
 def test_channel_rms_by_hand(target) -> None:

@@ -7,9 +7,10 @@ import torch
 
 from drafttrain.data import prepare as module
 from drafttrain.data.conversations import Conversation, DataError
-from drafttrain.data.features import OnlineFeatures, StoredFeatures
+from drafttrain.data.features import OnlineFeatures
 from drafttrain.data.prepare import conversation_prompt, feature_layers, load_prepared, prepare
 from drafttrain.data.run_folder import RunFolder
+from drafttrain.data.store import StoredFeatures
 from drafttrain.recipe import parse_recipe
 from drafttrain.target import TargetError
 from tests.training.tiny_run import make_recipe, make_target, open_run, prompt_rows, settings, text_rows, write_rows
@@ -89,7 +90,7 @@ def test_regenerated_answers_become_the_rows(tmp_path) -> None:
     assert target.tokenizer.convert_ids_to_tokens(said) == ["w3", "w4", "w5", "<eos>"]
 
 
-@pytest.mark.parametrize("point", ["_vocab", "_source", "_statistics"])
+@pytest.mark.parametrize("point", ["_vocab", "_sources", "_statistics"])
 def test_an_interrupted_prepare_is_finished_by_the_next(tmp_path, monkeypatch, point) -> None:
     recipe = stored(tmp_path)
     target = make_target(recipe)

@@ -68,6 +68,15 @@ def test_another_recipe_is_refused_by_name(tmp_path, sections, named) -> None:
     assert run.recipe_file.read_bytes() == before
 
 
+def test_all_of_training_may_change_until_it_has_begun(tmp_path) -> None:
+    run = begun(tmp_path / "run")
+    run.log.unlink()
+    (run.prepared / "train").mkdir(parents=True)
+    run.claim(recipe(training={"max_tokens_per_batch": 64}))
+    with pytest.raises(RunError, match="features.layers"):
+        run.claim(recipe(features={"layers": [1, 2]}))
+
+
 def test_a_folder_where_nothing_was_begun_takes_a_mended_recipe(tmp_path) -> None:
     run = RunFolder(tmp_path)
     run.claim(recipe())

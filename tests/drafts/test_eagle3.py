@@ -51,15 +51,18 @@ def logits_of_proposal(proposer, k):
     return proposal, torch.stack(seen)
 
 
-def parity_error(target, draft, sampling=Sampling(), K=5) -> float:  # noqa: B008
+def parity_error(target, draft, sampling=Sampling(), K=5, captured=False) -> float:  # noqa: B008
     """Largest difference, as a share of the largest logit, between cached drafting (a ragged batch, several rounds with
-    arbitrary acceptance) and the training-time unroll over the same tokens."""
+    arbitrary acceptance; in the steps that CUDA captures, if asked) and the training-time unroll over the same tokens.
+    """
     generator = torch.Generator().manual_seed(7)
     prompts, lengths = torch.randint(3, V, (3, 9), generator=generator), torch.tensor([5, 9, 2])
     last = torch.tensor([4, 17, 60])
     proposer, cache, rows = draft.proposer(target), RaggedCache(3), torch.arange(3)
     step = target.step(prompts, cache, lengths, proposer.feature_layers)
     cache.lengths = lengths.clone()
+    if captured:
+        proposer.reserve(3, 30, K)
     proposer.begin(step, last, sampling, Streams(0, [0, 1, 2]))
     texts = [torch.cat([prompts[row, : lengths[row]], last[row, None]]) for row in rows]
     worst = 0.0

@@ -107,8 +107,8 @@ def test_sizes_that_cannot_be(target):
     odd = make_target(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
     with pytest.raises(DraftError, match="rope_type is 'dynamic'"):
         Eagle3Config.for_target(odd, DraftConfig(), LAYERS, 40)
-    with pytest.raises(DraftError, match="hidden size is 24, the target's embeddings have 32"):
-        make_draft(target, hidden_size=24)
+    with pytest.raises(DraftError, match=r"draft.head_dim is 7. Expected an even number"):
+        Eagle3Config.for_target(target, DraftConfig(head_dim=7), LAYERS, 40)
 
 
 def test_another_target(target, folder):
@@ -157,10 +157,21 @@ def test_a_hub_snapshot_without_a_draft(target, tmp_path, monkeypatch):
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*or a causal"),
         ({"architectures": None}, "architectures is None"),
         ({"norm_before_fc": True}, "asks for norm_before_fc"),
-        ({"fc_norm": True, "norm_output": True}, "asks for fc_norm, norm_output"),
-        ({"num_hidden_layers": 2}, "more than one layer"),
-        ({"drop": ["rope_theta", "rms_norm_eps"]}, "does not give rms_norm_eps, rope_theta"),
-        ({"drop": ["eagle_aux_hidden_state_layer_ids"]}, "does not give eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_config": {"norm_before_fc": True}}, "asks for norm_before_fc"),
+        ({"partial_rotary_factor": 0.5}, "asks for partial_rotary_factor"),
+        ({"fc_norm": True, "norm_output": True}, "do not fit the config: fc_norm.0.weight, fc_norm.1.weight"),
+        ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight.*with 2 layers"),
+        ({"drop": ["hidden_size", "vocab_size"]}, "does not give hidden_size, vocab_size"),
+        ({"drop": ["head_dim"], "hidden_size": "32"}, "does not give hidden_size, head_dim"),
+        (
+            {"drop": ["eagle_aux_hidden_state_layer_ids", "eagle_config"], "num_aux_hidden_states": 4},
+            "does not give eagle_aux_hidden_state_layer_ids",
+        ),
+        ({"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\], sliding_window None"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+            "with the same window, or none",
+        ),
         ({"num_key_value_heads": 3}, "Expected a multiple"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"intermediate_size": 50}, r"mlp.down_proj.weight \(32, 48\) for \(32, 50\)"),
@@ -191,6 +202,7 @@ def test_config_that_is_not_json(target, folder):
     [
         (["d2t"], {}, "no d2t, but its draft vocabulary has 49 of 99"),
         (["lm_head.weight"], {}, "do not fit the config: lm_head.weight"),
+        (["norm.weight"], {"layers.1.norm.weight": torch.zeros(32)}, "layers.1.norm.weight, norm.weight"),
         ([], {"midlayer.self_attn.q_proj.bias": torch.zeros(32)}, "q_proj.bias"),
         ([], {"d2t": torch.zeros(49, dtype=torch.long) - 1}, "no vocabulary map"),
         ([], {"d2t": IDS}, "no vocabulary map"),

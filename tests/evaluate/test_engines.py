@@ -7,10 +7,11 @@ import json
 
 import pytest
 
+from drafttrain.data.http_client import EngineError, EngineLostError
 from drafttrain.evaluate import report_summary
 from drafttrain.evaluate.engine_report import Answer, EngineCounts, EnginePrompt, EngineRun, Group, engine_report
 from drafttrain.evaluate.engines import evaluate_server
-from drafttrain.evaluate.http_client import EngineError, EngineLostError, Metrics
+from drafttrain.evaluate.prometheus import Metrics
 from drafttrain.evaluate.report import write_report
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.nn.sampling import Sampling

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from drafttrain.data.http_client import EngineError
 from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate import engine_process
 from drafttrain.evaluate.engine_run import evaluate_in_vllm
 from drafttrain.evaluate.engines import EngineDraft, evaluate_vllm
-from drafttrain.evaluate.http_client import EngineError
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.export.medusa import write_medusa
 from drafttrain.nn.sampling import Sampling

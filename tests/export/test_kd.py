@@ -12,7 +12,7 @@ from drafttrain.drafts.base import DraftError
 from drafttrain.drafts.loading import load_draft
 from drafttrain.export.base import ExportError
 from drafttrain.export.folder import export_draft, save_draft
-from drafttrain.export.serve import check_engine, serve_command
+from drafttrain.export.serve import check_engine, check_layers, serve_command
 from tests.tiny_models import V, make_model, save
 from tests.tiny_students import IDS, make_target, trained
 
@@ -141,16 +141,26 @@ def test_commands_of_the_engines(target):
     assert "--disable-hybrid" not in serve_command("vllm", mistral, "out", 4, "kd")
     assert "--speculative-algorithm STANDALONE" in serve_command("sglang", target, "out", 4, "kd")
     assert 'assistant_model="out"' in serve_command("transformers", target, "out", 4, "kd")
-    assert "-md draft.gguf" in serve_command("llama.cpp", target, "out", 4, "kd")
+    assert "-md out/draft.gguf --spec-type draft-simple " in serve_command("llama.cpp", target, "out", 4, "kd")
 
 
 def test_engines_that_would_serve_another_model_are_refused(tmp_path):
     with pytest.raises(ExportError, match="expected one of vllm, sglang, transformers, llama.cpp"):
         check_engine("tensorrt-llm", "kd", tmp_path)
-    target = make_target("Gemma2")  # Sliding, full, sliding, full ..
-    save_draft(trained(target, layers=(0, 1, 6, 7)), target, tmp_path / "alternating", torch.float32)
-    save_draft(trained(target, layers=(0, 2, 7)), target, tmp_path / "other", torch.float32)
-    check_engine("llama.cpp", "kd", tmp_path / "alternating")
-    check_engine("vllm", "kd", tmp_path / "other")
-    with pytest.raises(ExportError, match=r"layers \[2\] of 3 have full attention.*here \[1\]"):
-        check_engine("llama.cpp", "kd", tmp_path / "other")
+    for family in ("Gemma2", "Gemma3"):
+        save_draft(
+            trained(make_target(family), layers=(0, 2, 7)), make_target(family), tmp_path / family, torch.float32
+        )
+    check_engine("vllm", "kd", tmp_path / "Gemma2")
+    with pytest.raises(ExportError, match="type 'gemma2'. draft.gguf is written for llama"):
+        check_engine("llama.cpp", "kd", tmp_path / "Gemma2")
+    check_engine("llama.cpp", "kd", tmp_path / "Gemma3")
+
+
+def test_layers_that_llama_cpp_s_own_converter_gets_wrong(tmp_path):
+    config = make_target("Gemma2").config  # Sliding, full, sliding, full ..
+    check_layers("llama.cpp", config, "the student")
+    config.layer_types = ["sliding_attention", "sliding_attention", "full_attention"]
+    check_layers("vllm", config, "the student")
+    with pytest.raises(ExportError, match=r"the student: layers \[2\] of 3 have full attention.*here \[1\]"):
+        check_layers("llama.cpp", config, "the student")

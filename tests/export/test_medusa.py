@@ -50,7 +50,9 @@ def folder(target, tmp_path):
 
 
 def content(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    """The files but for the card, which each export has anew."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != "README.md"]
+    return {path.name: path.read_bytes() for path in files}
 
 
 def edit(path, **changes) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from drafttrain.data.http_client import EngineError
 from drafttrain.evaluate.agreement import columns, decode_one, proposer_as_served
-from drafttrain.evaluate.http_client import EngineError
 from drafttrain.export.base import ExportError
-from drafttrain.export.folder import export_draft
+from drafttrain.export.folder import export_draft, save_draft
 from drafttrain.export.serve_check import parted, parting_words, serve_check
 from drafttrain.target import load_target
 from tests.evaluate.fake_server import FakeEngine
@@ -45,10 +45,8 @@ def exported(tmp_path_factory):
     """A tiny target on disk and an EAGLE-3 export that is accepted now and then."""
     folder = tmp_path_factory.mktemp("served")
     target = load_target(str(save(folder / "target", make_model("Llama"), make_tokenizer())), dtype="float32")
-    draft = folder / "draft"
-    draft.mkdir()
-    agreeable_draft(target).save_pretrained(draft)
-    export_draft(draft, target, folder / "export", torch.float32, k=K)
+    save_draft(agreeable_draft(target), target, folder / "draft", torch.float32)
+    export_draft(folder / "draft", target, folder / "export", torch.float32, k=K)
     return target, folder / "export"
 
 

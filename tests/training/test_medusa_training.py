@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from drafttrain.data.batching import collate
-from drafttrain.data.prepare import needs_statistics, prepare
+from drafttrain.data.prepare import prepare
+from drafttrain.data.sources import needs_statistics
 from drafttrain.drafts.base import Batch, DraftError, supervised_rows
 from drafttrain.drafts.loading import load_draft
 from drafttrain.drafts.medusa import MedusaDraft
@@ -117,7 +118,7 @@ def test_a_checkpoint_holds_the_heads_and_nothing_of_the_target(tmp_path) -> Non
 
 def test_step_acceptance_is_each_heads_own_accuracy(tmp_path) -> None:
     """step_acceptance/k of the log, counted by hand: head k right at p about the target's choice at p+1+k, whatever the
-    heads before it said. eval_acceptance_length is from the joint counts."""
+    heads before it said. eval_teacher_forced_length is from the joint counts."""
     recipe = recipe_for(tmp_path, max_tokens_per_batch=2000, max_steps=1, eval_steps=1, learning_rate=1e-12)
     target = make_target(recipe)
     trainer, prepared = make_trainer(recipe, open_run(tmp_path / "run", recipe), target)
@@ -148,7 +149,7 @@ def test_step_acceptance_is_each_heads_own_accuracy(tmp_path) -> None:
     assert any(expected)
     found = next(row for row in log if "eval_loss" in row)
     assert [found[f"eval_step_acceptance/{k}"] for k in range(HEADS)] == pytest.approx(own)
-    assert found["eval_acceptance_length"] == pytest.approx(1 + sum(joint))
+    assert found["eval_teacher_forced_length"] == pytest.approx(1 + sum(joint))
 
 
 def test_heads_are_weighted_by_the_decay(tmp_path) -> None:

@@ -12,6 +12,7 @@ from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.loading import new_draft
 from drafttrain.recipe import Recipe, parse_recipe
 from drafttrain.target import Target, load_target
+from drafttrain.training.selection import Acceptance
 from drafttrain.training.trainer import DraftTrainer
 from tests.tiny_models import make_model, make_tokenizer, save
 
@@ -62,6 +63,8 @@ def settings(folder: Path, **training) -> dict:
         "save_steps": 4,
         "ttt_steps": 3,
     }
+    if training.get("select_by") != "loss":
+        base |= {"acceptance_prompts": 3, "acceptance_new_tokens": 8}
     return {
         "method": "eagle3",
         "target": {"name_or_path": str(folder / "target"), "dtype": "float32"},
@@ -103,4 +106,6 @@ def make_trainer(
     prepared = prepare(recipe, run, target, say=lambda message: None)
     draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
     sources = {split: prepared.source(recipe, target, split) for split in prepared.rows}
-    return DraftTrainer(draft, recipe.training, run, rows or prepared.rows, sources, on_best), prepared
+    rows = rows or prepared.rows
+    acceptance = Acceptance.of(recipe.training, target, rows)
+    return DraftTrainer(draft, recipe.training, run, rows, sources, on_best, acceptance=acceptance), prepared

@@ -1,10 +1,9 @@
-"""HTTP to a serving engine with the standard library: JSON, streamed completions with the time of every delivery, and
-Prometheus counters.
+"""HTTP to a serving engine with the standard library: JSON, and streamed completions with the time of every
+delivery.
 """
 
 import http.client
 import json
-import re
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -15,8 +14,7 @@ from urllib.parse import urlsplit
 from drafttrain.errors import UserError
 
 BODY_SHOWN = 400
-SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
-LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
+BUSY = (408, 429, 500, 502, 503, 504)
 
 
 class EngineError(UserError):
@@ -25,6 +23,10 @@ class EngineError(UserError):
 
 class EngineLostError(EngineError):
     """An engine that was there and no longer answers."""
+
+
+class EngineBusyError(EngineError):
+    """An engine that may answer when it is asked again: it is overloaded, restarting or has failed this once."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,21 @@ class Server:
                 f"{self.url}{path} answered {body[:BODY_SHOWN]!r}; expected JSON. Mend: give the address of the "
                 "engine's OpenAI endpoint, without /v1"
             ) from error
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
+        """POSTs a JSON body and reads the JSON answer. EngineBusyError or EngineLostError where another try may help,
+        EngineError for a refusal.
+        """
+        connection, response = self._request("POST", path, json.dumps(body))
+        try:
+            text = _read(response, self.url)
+        finally:
+            connection.close()
+        _check(response.status, text, f"POST {path}", self.url)
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise EngineError(f"{self.url}{path} answered {text[:BODY_SHOWN]!r}; expected JSON") from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, Any]]]:
         """POSTs a JSON body and yields (time.perf_counter(), event) for each server-sent event until [DONE].
@@ -147,46 +164,5 @@ def _check(status: int, body: str, what: str, url: str) -> None:
         422: "the message says which field this server does not know; try another release of it",
     }
     mend = mends.get(status, "see the server's log")
-    raise EngineError(f"{what} at {url} answered {status}: {body.strip()[:BODY_SHOWN]}. Mend: {mend}")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """One reading of a Prometheus page: (name, labels, value) for each sample."""
-
-    samples: tuple[tuple[str, Mapping[str, str], float], ...]
-
-    @classmethod
-    def parse(cls, text: str) -> "Metrics":
-        """Reads the text format; comments and lines that are no samples are passed over."""
-        found = []
-        for line in text.splitlines():
-            match = SAMPLE.match(line)
-            if match and not line.startswith("#") and _is_number(match[3]):
-                found.append((match[1], dict(LABEL.findall(match[2] or "")), float(match[3])))
-        return cls(tuple(found))
-
-    def has(self, prefix: str) -> bool:
-        """Whether any sample's name starts with prefix."""
-        return any(name.startswith(prefix) for name, _, _ in self.samples)
-
-    def total(self, name: str) -> float | None:
-        """A counter summed over all labels (engines, models), with or without the suffix _total; None if absent."""
-        values = [value for found, _, value in self.samples if found in (name, f"{name}_total")]
-        return sum(values) if values else None
-
-    def by_label(self, name: str, label: str) -> dict[str, float]:
-        """A counter summed for each value of one label."""
-        out: dict[str, float] = {}
-        for found, labels, value in self.samples:
-            if found in (name, f"{name}_total") and label in labels:
-                out[labels[label]] = out.get(labels[label], 0.0) + value
-        return out
+    kind = EngineBusyError if status in BUSY else EngineError
+    raise kind(f"{what} at {url} answered {status}: {body.strip()[:BODY_SHOWN]}. Mend: {mend}")
