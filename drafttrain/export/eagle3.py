@@ -5,6 +5,7 @@ folded in.
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafttrain.drafts.base import read_facts, write_provenance
@@ -36,8 +37,13 @@ def check_engine(engine: str, config: Eagle3Config) -> None:
 
 
 def is_written(draft: Eagle3Draft, folder: Path, dtype: torch.dtype) -> bool:
-    """Whether a folder holds the very files that `write_eagle3` makes, and no other layout of the same draft."""
-    return (folder / WEIGHTS).exists() and read_facts(folder / "config.json") == draft.shape.to_json(dtype)
+    """Whether a folder holds the very files that `write_eagle3` makes: no other layout of the same draft, and not the
+    masters, whose feature_rms engines do not know.
+    """
+    if not (folder / WEIGHTS).exists() or read_facts(folder / "config.json") != draft.shape.to_json(dtype):
+        return False
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        return "feature_rms" not in set(file.keys())
 
 
 def write_eagle3(draft: Eagle3Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:

@@ -215,6 +215,16 @@ def test_an_export_copies_the_very_files(target, folder, tmp_path):
     assert {path.name for path in (tmp_path / "export").iterdir()} == {"vllm"}
 
 
+def test_masters_alone_leave_in_the_engines_form(target, draft, folder, tmp_path):
+    """Not copied: engines know no feature_rms, and fc alone would read features that are not scaled."""
+    (tmp_path / "saved").mkdir()
+    draft.save_pretrained(tmp_path / "saved")
+    export_draft(tmp_path / "saved", target, tmp_path / "export")
+    found = load_file(tmp_path / "export" / "model.safetensors")
+    assert "feature_rms" not in found
+    assert torch.equal(found["fc.weight"], draft.fc.weight / draft.feature_rms)
+
+
 def test_another_dtype_comes_from_the_masters(target, draft, folder, tmp_path):
     (tmp_path / "direct").mkdir()
     write_eagle3(draft, target, tmp_path / "direct", FP16, validation={"acceptance_length": 2.5})
