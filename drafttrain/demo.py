@@ -134,6 +134,7 @@ def demo_recipe(target: Target, prompts: Path, minutes: float) -> Recipe:
                 "warmup_steps": 40,
                 "ttt_steps": 3,
                 "eval_steps": 100,
+                "acceptance_steps": 300,
                 "save_steps": 200,
             },
             "evaluation": {

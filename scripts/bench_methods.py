@@ -61,7 +61,7 @@ def method_recipe(target: Target, prompts: Path, minutes: float, changes: dict[s
     """A variant of the base recipe of scripts/bench_kd.py, on a budget of minutes."""
     base = base_settings(target, prompts, -1)
     base["method"] = changes.get("method", "kd")
-    base["training"] |= {"max_minutes": minutes, "eval_steps": 100}
+    base["training"] |= {"max_minutes": minutes, "eval_steps": 100, "acceptance_steps": 300}
     sections = {name: value for name, value in changes.items() if name != "method"}
     return recipe_of(base, sections)
 

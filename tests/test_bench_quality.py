@@ -54,6 +54,9 @@ def test_verdicts_are_the_goals_of_each_run_and_mode() -> None:
     lines = list(bench.verdicts(REPORTS, [20.0, 60.0, 0.5]))
     assert [passed for passed, _ in lines] == [True, False, False, True]
     assert "20 minutes, greedy, K = 4: 2.00 times plain decoding 1.90-2.10, goal 2" in lines[0][1]
+    disturbed = {"greedy": {"runs": [PLAIN, run("20-minutes", 4, 2.6)]}}  # tau is 2.5.
+    ((passed, words),) = bench.verdicts(disturbed, [20.0])
+    assert not passed and "more than tau" in words
 
 
 def test_the_table_has_a_row_for_each_run() -> None:

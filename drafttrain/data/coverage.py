@@ -109,13 +109,13 @@ def coverage_lines(table: dict[str, Any]) -> list[str]:
     width = min(28, max(len(name) for name, _ in named))
     lines = [
         f"ceiling on acceptance by draft vocabulary (in brackets: acceptance length at K = {table['depth']})",
-        f"{'':{width}} {'tokens':>11}" + "".join(f"{head:>13}" for head in heads),
+        f"{'':{width}} {'tokens':>11}" + "".join(f"{head:>15}" for head in heads),
     ]
     for name, figures in named:
         shares = [*figures["coverage"], figures["chosen_coverage"]]
         lengths = [*figures["length"], figures["chosen_length"]]
         pairs = zip(shares, lengths, strict=True)
-        cells = "".join(f"{f'{share:.1%} ({length:.2f})':>13}" for share, length in pairs)
+        cells = "".join(f"{f'{share:.1%} ({length:.2f})':>15}" for share, length in pairs)
         lines.append(f"{name[:width]:{width}} {figures['tokens']:>11,}{cells}")
     return lines
 
