@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from drafttrain.cli_check import register as register_checking
-from drafttrain.cli_common import AsJson, console_for, say_for, served_target
+from drafttrain.cli_common import AsJson, console_for, find_source, say_for, served_target
 from drafttrain.cli_measure import register as register_measuring
 from drafttrain.cli_plan import register as register_planning
 from drafttrain.cli_serve import register as register_serving
@@ -213,17 +213,13 @@ def export(
     Example: drafttrain export checkpoints/demo --engine vllm
     """
     from drafttrain.data.features import DTYPES
-    from drafttrain.data.run_folder import RunFolder
     from drafttrain.drafts.loading import draft_method, find_draft
     from drafttrain.export.base import ExportError
     from drafttrain.export.folder import export_draft
     from drafttrain.export.serve import check_engine, serve_command
 
     say = say_for(as_json)
-    run = RunFolder(source)
-    recipe = run.recipe() if run.recipe_file.exists() else None
-    if recipe is None and target is None:
-        raise ExportError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    run, recipe = find_source(source, target)
     engine = engine or (recipe.export.engine if recipe else "vllm")
     draft_folder = find_draft(source)
     method = draft_method(draft_folder)

@@ -29,15 +29,20 @@ class OptionError(UserError):
     """A command-line value that cannot be read."""
 
 
-def open_source(source: str, target: str | None):
-    """(run folder, recipe or None, loaded target)."""
+def find_source(source: str | Path, target: str | None):
+    """(run folder, recipe or None). OptionError where neither a recipe nor `target` names the target."""
     from drafttrain.data.run_folder import RunFolder
-    from drafttrain.evaluate.report import EvaluationError
 
     run = RunFolder(Path(source))
     recipe = run.recipe() if run.recipe_file.exists() else None
     if recipe is None and target is None:
-        raise EvaluationError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+        raise OptionError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    return run, recipe
+
+
+def open_source(source: str, target: str | None):
+    """(run folder, recipe or None, loaded target)."""
+    run, recipe = find_source(source, target)
     return run, recipe, served_target(run, recipe, target)
 
 

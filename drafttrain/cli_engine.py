@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from drafttrain.cli_common import OptionError, again, finish, open_source, say_for, training_rows
+from drafttrain.cli_common import OptionError, again, find_source, finish, say_for, served_target, training_rows
 
 
 def check_engine_options(given: dict, lossy: bool, engine, url, baseline_url) -> None:
@@ -34,16 +34,14 @@ def evaluate_engine(
     source, target, settings_of, given, engine, url, baseline_url, python, model, api_key, output, as_json
 ) -> None:
     """`drafttrain evaluate --engine` and `--url`. settings_of: (recipe or None, **given) -> EvaluationConfig."""
-    from drafttrain.data.run_folder import RunFolder
     from drafttrain.drafts.loading import draft_method, find_draft
     from drafttrain.evaluate.engine_run import evaluate_in_vllm, evaluate_served
     from drafttrain.evaluate.report import check_writable, print_table, write_report
     from drafttrain.export.medusa import check_target
-    from drafttrain.export.serve import VLLM_WITHOUT_HOOKS, check_engine
+    from drafttrain.export.serve import check_engine, lacks_hooks
 
     say = say_for(as_json)
-    run = RunFolder(Path(source))
-    recipe = run.recipe() if run.recipe_file.exists() else None
+    run, recipe = find_source(source, target)
     folder = output or (run.path / "evaluation" / (engine or "server") if recipe else Path("evaluation"))
     check_writable(folder)
     settings = settings_of(recipe, **given)
@@ -51,20 +49,17 @@ def evaluate_engine(
     settings = settings.model_copy(update={"concurrency": settings.concurrency[:1]})
     say(f"temperature {settings.temperature[0]:g}, {settings.concurrency[0]} at a time")
     if url is not None:
-        name = target or (recipe.target.name_or_path if recipe else None)
-        if name is None:
-            raise OptionError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+        name = target or recipe.target.name_or_path
         options = {"baseline_url": baseline_url, "engine": engine, "model": model, "api_key": api_key}
         report = evaluate_served(url, source, name, settings, recipe=recipe, say=say, **options)
     else:
-        run, recipe, loaded = open_source(source, target)
+        loaded = served_target(run, recipe, target)
         draft = find_draft(source)
         method = draft_method(draft)
         check_engine("vllm", method, draft)
         if method == "medusa":
             check_target(loaded)
-        hooks = method == "eagle3" and loaded.config.model_type in VLLM_WITHOUT_HOOKS
-        impl = "transformers" if hooks else "auto"
+        impl = "transformers" if lacks_hooks(method, loaded.config.model_type) else "auto"
         rows = training_rows(recipe, run, loaded, say)
         options = {"python": python, "model_impl": impl, "recipe": recipe, "training_rows": rows, "say": say}
         report = evaluate_in_vllm(source, loaded, settings, **options)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from drafttrain.cli_common import AsJson, OptionError, console_for, say_for, served_target
+from drafttrain.cli_common import AsJson, OptionError, console_for, find_source, say_for, served_target
 
 
 def register(app: typer.Typer) -> None:
@@ -34,17 +34,13 @@ def serve_check(
 
     Example: drafttrain serve-check checkpoints/demo/export/vllm --target google/gemma-3-270m
     """
-    from drafttrain.data.run_folder import RunFolder
     from drafttrain.evaluate.agreement import agreement_table
     from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
     from drafttrain.export.serve_check import parting_words
     from drafttrain.export.serve_check import serve_check as run_check
 
     say = say_for(as_json)
-    run = RunFolder(Path(source))
-    recipe = run.recipe() if run.recipe_file.exists() else None
-    if recipe is None and target is None:
-        raise OptionError(f"{source} is no run folder, so its target is not known. Mend: --target NAME_OR_PATH")
+    run, recipe = find_source(source, target)
     if url is None and not engine_python.exists():
         raise OptionError(
             f"{engine_python} is not there. Expected the Python of vLLM's environment. Mend: make engine-venv, "

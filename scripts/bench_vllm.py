@@ -29,6 +29,7 @@ from drafttrain.data.files import write_json
 from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import prompt_ids
 from drafttrain.drafts.loading import draft_method, find_draft
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.agreement import (
     CRITERION,
     agreement,
@@ -36,9 +37,9 @@ from drafttrain.evaluate.agreement import (
     proposer_as_served,
 )
 from drafttrain.evaluate.engines import EngineError
-from drafttrain.export.medusa import check_target
+from drafttrain.export.medusa import check_heads, check_target
 from drafttrain.export.serve import check_engine
-from drafttrain.export.serve_check import check_heads, measure_ours, measure_vllm
+from drafttrain.export.serve_check import measure_ours, measure_vllm
 from drafttrain.target import load_target
 
 SEED = 1
@@ -51,7 +52,7 @@ def defaults(method: str, folder: Path, k: int | None) -> dict[str, int]:
     check_engine("vllm", method, folder)
     if method != "medusa":
         return DEFAULTS.get(method, OTHERWISE)
-    return OTHERWISE | {"k": check_heads(folder, k)}
+    return OTHERWISE | {"k": check_heads(MedusaConfig.load(folder), k)}
 
 
 def texts(ours: Mapping[str, Any], report: Mapping[str, Any]) -> str:

@@ -68,18 +68,29 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """rope_theta and rope_scaling, of either generation of configs."""
-    parameters = values.get("rope_parameters") or {}
-    theta = values.get("rope_theta") or parameters.get("rope_theta") or 10000.0
-    scaling = {key: v for key, v in (values.get("rope_scaling") or parameters).items() if key != "rope_theta"}
-    kind = scaling.pop("type", None)
-    scaling.setdefault("rope_type", kind or "default")
-    part = scaling.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
+    """rope_theta (10000 where none is said), rope_scaling, and the part that is rotated, where not all is."""
+    theta, scaling = rope_of(values)
+    said = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    part = said.get("partial_rotary_factor") or values.get("partial_rotary_factor")
     return {
-        "rope_theta": float(theta),
-        "rope_scaling": None if scaling["rope_type"] == "default" else scaling,
+        "rope_theta": float(theta or 10000.0),
+        "rope_scaling": scaling,
         "partial_rotary_factor": None if part == 1 else part,
     }
+
+
+def rope_of(values: dict[str, Any]) -> tuple[float | None, dict | None]:
+    """(theta, scaling) of a config of either generation, the full-attention entry where there are two; scaling None:
+    plain RoPE. Its kind is under rope_type.
+    """
+    parameters = values.get("rope_parameters") or {}
+    parameters = parameters.get("full_attention", parameters)
+    theta = values.get("rope_theta") or parameters.get("rope_theta")
+    dropped = ("rope_theta", "partial_rotary_factor", "type")
+    rest = values.get("rope_scaling") or parameters
+    scaling = {key: value for key, value in rest.items() if key not in dropped and value is not None}
+    scaling["rope_type"] = rest.get("rope_type") or rest.get("type") or "default"
+    return theta, None if scaling["rope_type"] == "default" else scaling
 
 
 def feature_layers_of(values: dict[str, Any], num_layers: int | None) -> list[int] | None:

@@ -1,6 +1,7 @@
-"""What every exporter shares: its error, and the check that no weight is lost in the cast."""
+"""What every exporter shares: its error, and the checks of its place and that no weight is lost in the cast."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,6 +11,16 @@ from drafttrain.errors import UserError
 
 class ExportError(UserError):
     """A draft that cannot be written for the engine asked for."""
+
+
+def check_place(folder: Path, known: Collection[str], former: str) -> None:
+    """ExportError for a folder with other files than a former export has; former: what such a thing is called."""
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
+    if others or folder.is_file():
+        raise ExportError(
+            f"{folder} holds {', '.join(others[:4]) or 'something else'}; expected a new or empty folder, or a former "
+            f"{former}, which is replaced. Mend: give another --output."
+        )
 
 
 def check_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from drafttrain.export import check_eagle3, check_medusa, check_small
 from drafttrain.export.base import ExportError
 from drafttrain.export.check_engines import ENGINES, LLAMA_CPP_HOOKLESS, REFUSED, SGLANG_HOOKS, consequence
 from drafttrain.export.check_files import Finding, StoredDraft, TargetFacts
-from drafttrain.export.serve import VLLM_WITHOUT_HOOKS
+from drafttrain.export.serve import lacks_hooks
 from drafttrain.recipe_rules import ENGINES as SERVED
 
 PASS, FAIL, UNSUPPORTED = "PASS", "FAIL", "UNSUPPORTED"
@@ -149,7 +149,7 @@ def _refusal(engine: str, method: str, target: TargetFacts) -> EngineFinding | N
 
 
 def _notes(engine: str, method: str, draft: StoredDraft, target: TargetFacts) -> Iterable[str]:
-    if engine == "vllm" and method == "eagle3" and target.model_type in VLLM_WITHOUT_HOOKS:
+    if engine == "vllm" and lacks_hooks(method, target.model_type):
         yield f"vLLM's own {target.model_type} has no EAGLE-3 hooks: serve with --model-impl transformers"
     if engine == "vllm" and method == "eagle3":
         yield 'give "method": "eagle3": without it vLLM guesses from the path'

@@ -1,16 +1,16 @@
 """EAGLE-3 drafts as engines load them: names, shapes, the vocabulary map, layer ids, flags and what is the target's."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drafttrain.drafts.eagle3_files import rope_of
 from drafttrain.drafts.eagle3_start import is_table
 from drafttrain.export import check_shared as shared
-from drafttrain.export.check_files import Finding, StoredDraft, TargetFacts, rope_of
+from drafttrain.export.check_files import Finding, StoredDraft, StoredView, TargetFacts
 from drafttrain.export.check_shared import AGAIN, some
 
 ARCHITECTURES = {
@@ -30,15 +30,8 @@ OUTSIDE = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "no
 """What vLLM takes of speculators' top-level settings, with the layer ids; all else is nested."""
 
 
-@dataclass
-class Eagle3View:
-    """A stored draft with its settings flat, and its tensors under the engines' names.
-
-    values: as vLLM flattens speculators' nested ones, nothing filled in; names: engines' name -> stored name.
-    """
-
-    draft: StoredDraft
-    target: TargetFacts
+class Eagle3View(StoredView):
+    """A stored draft with its settings flat: values as vLLM flattens speculators' nested ones, nothing filled in."""
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -71,12 +64,6 @@ class Eagle3View:
     @property
     def prefixed(self) -> bool:
         return any(name.startswith(("model.midlayer.", "model.layers.0.", "model.fc.")) for name in self.draft.headers)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.draft.headers[self.names[name]].shape if name in self.names else None
-
-    def tensor(self, name: str) -> Tensor:
-        return self.draft.tensor(self.names[name])
 
     @property
     def layout(self) -> str:
@@ -269,12 +256,7 @@ def _map(d2t: Tensor, t2d: Tensor | None, vocab: int) -> Iterator[Finding]:
         yield Finding("d2t-absolute-ids", found, "subtract the row's number from each entry")
         return
     mend = f"{AGAIN}; from elsewhere: take the map from its first release"
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        yield Finding("d2t-out-of-range", f"target ids {int(ids.min())}..{int(ids.max())} of {vocab}", mend)
-    if len(ids.unique()) < len(ids):
-        yield Finding("d2t-colliding", f"{len(ids) - len(ids.unique())} words named twice", mend)
-    elif bool((ids.diff() < 0).any()):
-        yield Finding("d2t-unsorted", "target ids that do not rise", mend)
+    yield from shared.word_ids(ids, vocab, "d2t", "target ids", mend)
     if not bool(stored.any()) and len(ids) < vocab and not _same(ids, named):
         yield Finding("d2t-zero", f"only zeros in d2t: the first {len(ids)} ids", mend)
     elif named is not None and not _same(ids.sort().values, named):

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.drafts.base import DraftError, read_facts
-from drafttrain.drafts.eagle3_files import UNREADABLE
+from drafttrain.drafts.eagle3_files import UNREADABLE, rope_of
 from drafttrain.drafts.loading import find_draft
 from drafttrain.target import EPSILONS, TargetError
 from drafttrain.target_files import (
     HUB_FILES,
+    STORED_DTYPES,
     TOKENIZER_FILES,
     download,
     find_folder,
@@ -31,10 +32,10 @@ from drafttrain.target_files import (
 )
 from drafttrain.target_head import first_value
 
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-STORED_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+STORED_NAMES = {torch.float64: "F64", **{dtype: name for name, dtype in STORED_DTYPES.items()}}
 STORED_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
 STORED_NAMES |= {torch.bool: "BOOL"}
+FLOATS = {name: str(t).removeprefix("torch.") for t, name in STORED_NAMES.items() if t.is_floating_point}
 PICKLED = ("*.bin", "*.pt")
 OPTIMIZER = ("optimizer", "scheduler", "training_args", "rng_state")
 """Beginnings of pickled files that hold no weights."""
@@ -159,6 +160,25 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+@dataclass
+class StoredView:
+    """A stored draft beside its target, its tensors under the engines' names."""
+
+    draft: StoredDraft
+    target: "TargetFacts"
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Engines' name -> stored name."""
+        raise NotImplementedError
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self.draft.headers[self.names[name]].shape if name in self.names else None
+
+    def tensor(self, name: str) -> Tensor:
+        return self.draft.tensor(self.names[name])
+
+
 @dataclass(frozen=True)
 class TargetFacts:
     """What a check needs of a target: from its config, tokenizer and, where they lie on the disk, weight files' heads.
@@ -226,17 +246,3 @@ class TargetFacts:
         """The vocabulary matrix [V, Ht], the embedding table where they are one, or None without weights."""
         own = self.table("lm_head.weight")
         return self.table("embed_tokens.weight") if own is None else own
-
-
-def rope_of(values: dict[str, Any]) -> tuple[float | None, dict | None]:
-    """(theta, scaling) of a config of either generation, the full-attention entry where there are two; scaling None:
-    plain RoPE. Its kind is under rope_type.
-    """
-    parameters = values.get("rope_parameters") or {}
-    parameters = parameters.get("full_attention", parameters)
-    theta = values.get("rope_theta") or parameters.get("rope_theta")
-    dropped = ("rope_theta", "partial_rotary_factor", "type")
-    rest = values.get("rope_scaling") or parameters
-    scaling = {key: value for key, value in rest.items() if key not in dropped and value is not None}
-    scaling["rope_type"] = rest.get("rope_type") or rest.get("type") or "default"
-    return theta, None if scaling["rope_type"] == "default" else scaling

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from drafttrain.drafts.medusa import MAP, SHARED
 from drafttrain.drafts.medusa_config import ARCHITECTURE, SEQUENTIAL
 from drafttrain.export import check_shared as shared
-from drafttrain.export.check_files import Finding, StoredDraft, TargetFacts
+from drafttrain.export.check_files import Finding, StoredDraft, StoredView, TargetFacts
 from drafttrain.export.check_shared import AGAIN, some
 
 ORIGINAL_BLOCK = re.compile(r"^(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)$")
@@ -24,12 +23,8 @@ SAMPLE = 256
 """Rows that are compared with the target's."""
 
 
-@dataclass
-class MedusaView:
+class MedusaView(StoredView):
     """Stored heads under vLLM's names, as it renames those of the first release."""
-
-    draft: StoredDraft
-    target: TargetFacts
 
     @property
     def values(self) -> dict[str, Any]:
@@ -37,7 +32,6 @@ class MedusaView:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """vLLM's name -> stored name."""
         out = {}
         for stored in self.draft.headers:
             name = stored.removeprefix("medusa_heads.")
@@ -56,9 +50,6 @@ class MedusaView:
     @property
     def layout(self) -> str:
         return "original (medusa_lm_head)" if self.original else "vLLM"
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.draft.headers[self.names[name]].shape if name in self.names else None
 
     def counted(self, what: str, default: int) -> int:
         """How many heads or layers vLLM reads from the config: the last key with num and that word."""
@@ -190,11 +181,11 @@ def _vocabulary(view: MedusaView) -> Iterator[Finding]:
         yield Finding("token-map-own-heads", f"{MAP} and no original_lm_head", "train with the shared head")
     if view.shape(MAP) != (view.words,) and reduced:
         yield Finding("token-map-shape", f"{MAP} {view.shape(MAP)} for {view.words} words", AGAIN)
-    ids = view.draft.tensor(view.names[MAP]).reshape(-1).long()
+    ids = view.tensor(MAP).reshape(-1).long()
     problems = list(_map(ids, V))
     yield from problems
     if not problems and view.shared and view.shape(SHARED) == (len(ids), view.target.hidden_size):
-        yield from _based(ids, view.draft.tensor(view.names[SHARED]), view.target.head())
+        yield from _based(ids, view.tensor(SHARED), view.target.head())
 
 
 def _based(ids: Tensor, rows: Tensor, head: Tensor | None) -> Iterator[Finding]:
@@ -220,9 +211,4 @@ def _map(ids: Tensor, vocab: int) -> Iterator[Finding]:
         found = f"{MAP} holds offsets ({ids[:3].tolist()} .. {int(ids[-1])}), as d2t of EAGLE-3 does"
         yield Finding("token-map-offsets", found, "add the row's number to each entry")
         return
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        yield Finding("token-map-out-of-range", f"ids {int(ids.min())}..{int(ids.max())} of {vocab}", AGAIN)
-    if len(ids.unique()) < len(ids):
-        yield Finding("token-map-colliding", f"{len(ids) - len(ids.unique())} words named twice", AGAIN)
-    elif not rising:
-        yield Finding("token-map-unsorted", "ids that do not rise", AGAIN)
+    yield from shared.word_ids(ids, vocab, "token-map", "ids", AGAIN)

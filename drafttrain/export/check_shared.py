@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from drafttrain.drafts.base import tokenizer_hash
 from drafttrain.export.check_files import Finding, StoredDraft, TargetFacts
 from drafttrain.target_files import TOKENIZER_FILES, read_tokenizer
@@ -25,6 +27,18 @@ def numbers(draft: StoredDraft, zero_is_fine: tuple[str, ...] = ()) -> Iterator[
     zero = [name for name in zero if not name.endswith(zero_is_fine or ("\0",))]
     if zero:
         yield Finding("all-zero", f"only zeros in {some(zero)}", f"train the draft, or {AGAIN}")
+
+
+def word_ids(ids: Tensor, vocab: int, code: str, what: str, mend: str) -> Iterator[Finding]:
+    """Target ids int64 [Vd] of a draft vocabulary that are out of range, named twice or do not rise; code: how the
+    findings' codes begin, what: how the ids are called.
+    """
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        yield Finding(f"{code}-out-of-range", f"{what} {int(ids.min())}..{int(ids.max())} of {vocab}", mend)
+    if len(ids.unique()) < len(ids):
+        yield Finding(f"{code}-colliding", f"{len(ids) - len(ids.unique())} words named twice", mend)
+    elif bool((ids.diff() < 0).any()):
+        yield Finding(f"{code}-unsorted", f"{what} that do not rise", mend)
 
 
 def dtypes(draft: StoredDraft, values: Mapping[str, Any], apart: tuple[str, ...] = ()) -> Iterator[Finding]:

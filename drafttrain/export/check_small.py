@@ -1,10 +1,9 @@
 """Small drafts as engines load them: an ordinary causal language model of the target's padded vocabulary."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drafttrain.drafts.base import DraftError, read_facts
@@ -42,10 +41,7 @@ def _expected(draft: StoredDraft) -> dict[str, tuple[int, ...]] | None:
     """Names and shapes that the config's own class has, built without memory; None where that cannot be told: models of
     experts store theirs under other names than they hold them.
     """
-    try:
-        config = read_config(str(draft.folder), False)
-    except TargetError as error:
-        raise DraftError(str(error)) from error
+    config = _config(draft)
     if draft.config.get("quantization_config") is not None:
         vars(config).pop("quantization_config", None)
     with torch.device("meta"):
@@ -61,7 +57,7 @@ def _tensors(draft: StoredDraft) -> Iterator[Finding]:
         mend = f"write [{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)!r}]"
         yield Finding("architectures", f"architectures {named} for model_type {kind}", mend)
         return
-    tied = bool(_class_value(draft, "tie_word_embeddings"))
+    tied = bool(_config(draft).get_text_config(decoder=True).to_dict().get("tie_word_embeddings"))
     if HEAD not in names and not tied:
         yield Finding("missing-head", f"no {HEAD}, and tie_word_embeddings is not set", AGAIN)
     elif HEAD in names and tied and EMBED in names and not torch.equal(draft.tensor(HEAD), draft.tensor(EMBED)):
@@ -86,10 +82,10 @@ def _tensors(draft: StoredDraft) -> Iterator[Finding]:
         yield Finding("shape", some([text for text in wrong if text not in rows]), "correct the sizes in config.json")
 
 
-def _class_value(draft: StoredDraft, name: str) -> Any:
-    """A setting, with the default of the config's class where it is left out."""
+def _config(draft: StoredDraft) -> PretrainedConfig:
+    """The config's own class, which fills in what is left out."""
     try:
-        return read_config(str(draft.folder), False).get_text_config(decoder=True).to_dict().get(name)
+        return read_config(str(draft.folder), False)
     except TargetError as error:
         raise DraftError(str(error)) from error
 

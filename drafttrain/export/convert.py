@@ -21,11 +21,11 @@ from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.eagle3_files import PICKLED, WEIGHTS, read_tensors
 from drafttrain.drafts.medusa import SHARED, TREE_FILE
 from drafttrain.drafts.medusa_config import MedusaConfig
-from drafttrain.export.base import ExportError
+from drafttrain.export.base import ExportError, check_place
 from drafttrain.export.check import method_of
 from drafttrain.export.check_files import StoredDraft, TargetFacts
 from drafttrain.export.check_medusa import MedusaView
-from drafttrain.export.medusa import ORIGINAL
+from drafttrain.export.medusa import ORIGINAL, original_config
 from drafttrain.target_files import TOKENIZER_FILES
 
 FORMS = {"eagle3": ("ours", "speculators", "legacy"), "medusa": ("ours", "legacy")}
@@ -90,12 +90,11 @@ def convert_draft(name_or_path: str, to: str, output: Path, target: str, k: int 
 
 
 def _check_place(source: Path, output: Path) -> None:
-    known = {"config.json", WEIGHTS, PICKLED, ORIGINAL, *BESIDE}
-    others = sorted(entry.name for entry in output.iterdir() if entry.name not in known) if output.is_dir() else []
-    if output.is_file() or others or output.resolve() in (source.resolve(), *source.resolve().parents):
+    check_place(output, {"config.json", WEIGHTS, PICKLED, ORIGINAL, *BESIDE}, "conversion")
+    if output.resolve() in (source.resolve(), *source.resolve().parents):
         raise ExportError(
-            f"{output} holds {', '.join(others[:4]) or 'the source or something else'}; expected a new or empty "
-            "folder, or a former conversion, which is replaced. Mend: give another --output."
+            f"{output} holds the source; expected a new or empty folder, or a former conversion, which is replaced. "
+            "Mend: give another --output."
         )
 
 
@@ -219,14 +218,8 @@ def _write_first_form(tensors: dict[str, Tensor], view: MedusaView, count: int, 
         # Clones: safetensors refuses one tensor under several names.
         own = tensors.get(f"lm_heads.{i}.weight")
         out[f"{i}.{layers}.weight"] = (tensors[SHARED] if own is None else own).clone()
-    config = {
-        "medusa_num_heads": count,
-        "medusa_num_layers": layers,
-        "medusa_fc_bias": True,
-        "base_model_name_or_path": view.draft.facts.get("target", view.target.name),
-        "hidden_size": view.target.hidden_size,
-        "vocab_size": view.target.vocab_size,
-    }
+    name = view.draft.facts.get("target", view.target.name)
+    config = original_config(count, layers, name, view.target.hidden_size, view.target.vocab_size)
     _save(out, config, folder, ORIGINAL)
 
 

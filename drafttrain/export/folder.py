@@ -14,7 +14,7 @@ from drafttrain.drafts.loading import MASTER, load_draft
 from drafttrain.drafts.medusa import MedusaDraft
 from drafttrain.drafts.medusa2 import Medusa2Draft
 from drafttrain.export import card, eagle3, gguf, kd, medusa, medusa2
-from drafttrain.export.base import ExportError
+from drafttrain.export.base import ExportError, check_place
 from drafttrain.target import Target
 from drafttrain.target_files import stored_dtypes
 
@@ -67,10 +67,11 @@ def export_draft(
     draft = load_draft(draft_folder, target)
     stored = _stored_dtype(draft, draft_folder)
     files = sorted(entry.name for entry in draft_folder.iterdir() if entry.is_file() and entry.name not in OWN)
-    _check_place(folder, files)
+    made = ("generation_config.json", IDS_FILE, medusa.ORIGINAL, medusa.TREE_FILE, *OWN)
+    check_place(folder, {*files, *made}, "export")
     if isinstance(draft, MedusaDraft):
         medusa.check_target(target)
-        k = medusa.check_heads(draft, k)
+        k = medusa.check_heads(draft.shape, k)
     if isinstance(draft, Eagle3Draft):
         eagle3.check_engine(engine, draft.shape)
 
@@ -120,16 +121,6 @@ def _exact(draft: Draft, folder: Path, target: Target, stored: torch.dtype, dtyp
         f"{folder} holds {stored} weights and no fp32 masters, {dtype} was asked for. "
         "Mend: leave --dtype out, or export from the run folder."
     )
-
-
-def _check_place(folder: Path, files: list[str]) -> None:
-    known = {*files, "generation_config.json", IDS_FILE, medusa.ORIGINAL, medusa.TREE_FILE, gguf.FILE, card.FILE}
-    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
-    if others or folder.is_file():
-        raise ExportError(
-            f"{folder} holds {', '.join(others[:4]) or 'something else'}; expected a new or empty folder, or a former "
-            "export, which is replaced. Mend: give another --output."
-        )
 
 
 def _from_masters(draft: Draft, folder: Path, target: Target) -> Draft:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from drafttrain.drafts.base import write_provenance
 from drafttrain.drafts.medusa import MAP, SHARED, TREE_FILE, MedusaDraft, tree_text
+from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.export.base import ExportError, check_finite
 from drafttrain.nn.tree import StaticTree
 from drafttrain.target import Target
@@ -60,17 +62,22 @@ def write_original(
     out = {name: tensor.detach().cpu().to(dtype, copy=True).contiguous() for name, tensor in tensors.items()}
     check_finite(out, dtype)
     save_file(out, folder / ORIGINAL, metadata={"format": "pt"})
-    config = {
-        "medusa_num_heads": count,
-        "medusa_num_layers": layers,
-        "medusa_fc_bias": True,
-        "base_model_name_or_path": str(target.name),
-        "hidden_size": draft.shape.hidden_size,
-        "vocab_size": draft.shape.vocab_size,
-    }
+    config = original_config(count, layers, str(target.name), draft.shape.hidden_size, draft.shape.vocab_size)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_tree(draft, count, folder)
     write_provenance(folder, target, method="medusa", **provenance)
+
+
+def original_config(heads: int, layers: int, target: str, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """The original layout's config.json."""
+    return {
+        "medusa_num_heads": heads,
+        "medusa_num_layers": layers,
+        "medusa_fc_bias": True,
+        "base_model_name_or_path": target,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+    }
 
 
 def _engine_tensors(draft: MedusaDraft, count: int) -> dict[str, Tensor]:
@@ -108,12 +115,12 @@ def check_target(target: Target) -> None:
         )
 
 
-def check_heads(draft: MedusaDraft, heads: int | None) -> int:
-    """How many heads are written; ExportError for more than the draft has."""
-    count = draft.shape.num_heads if heads is None else heads
-    if not 1 <= count <= draft.shape.num_heads:
+def check_heads(shape: MedusaConfig, heads: int | None) -> int:
+    """How many heads are written, or draft: all where none are asked for; ExportError for more than there are."""
+    count = shape.num_heads if heads is None else heads
+    if not 1 <= count <= shape.num_heads:
         raise ExportError(
-            f"--k is {count} and the draft has {draft.shape.num_heads} heads. Expected at most as many drafts a round: "
+            f"--k is {count} and the draft has {shape.num_heads} heads. Expected at most as many drafts a round: "
             "each comes from a head of its own. Mend: a smaller --k, or train with draft.num_heads."
         )
     return count

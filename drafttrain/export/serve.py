@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.drafts.medusa_config import MedusaConfig
+from drafttrain.evaluate.engine_settings import SGLANG_ALGORITHMS, VLLM_METHODS
 from drafttrain.evaluate.engines import UNTRACKED
 from drafttrain.export import eagle3, gguf
 from drafttrain.export.base import ExportError
@@ -15,15 +16,18 @@ from drafttrain.export.medusa import ORIGINAL
 from drafttrain.recipe_rules import ENGINES
 from drafttrain.target import Target
 
-VLLM_METHODS = {"eagle3": "eagle3", "medusa": "medusa", "kd": "draft_model"}
 LLAMA_CPP_TYPES = {"eagle3": "draft-eagle3", "kd": "draft-simple"}
-SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "kd": "STANDALONE"}
 VLLM_WITHOUT_HOOKS = ("gemma", "gemma2", "gemma3", "gemma3_text", "mixtral", "glm4", "exaone4")
 """Targets whose native vLLM implementation has no EAGLE-3 hooks; the transformers backend has them (vLLM 0.32)."""
 
 
 LLAMA_CPP_PERIODS = {"gemma2": 2, "gpt_oss": 2, "cohere2": 4, "llama4_text": 4, "gemma3": 6, "gemma3_text": 6}
 """llama.cpp takes every nth layer of these families for full attention, whatever the config says (b11434)."""
+
+
+def lacks_hooks(method: str, model_type: str) -> bool:
+    """Whether vLLM serves such a draft of such a target through its transformers backend alone."""
+    return method == "eagle3" and model_type in VLLM_WITHOUT_HOOKS
 
 
 def check_engine(engine: str, method: str, folder: Path) -> None:
@@ -99,8 +103,7 @@ def serve_command(
     # Of a GGUF file the converted folder is served.
     model = target.folder if Path(target.name).expanduser().exists() else target.name
     if engine == "vllm":
-        hooks = method == "eagle3" and target.config.model_type in VLLM_WITHOUT_HOOKS
-        backend = " --model-impl transformers" if hooks else ""
+        backend = " --model-impl transformers" if lacks_hooks(method, target.config.model_type) else ""
         if method == "kd" and target.config.to_dict().get("sliding_window"):
             # vLLM 0.32 wants all layers of such a draft in one cache group.
             backend = " --disable-hybrid-kv-cache-manager"

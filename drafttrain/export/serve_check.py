@@ -14,21 +14,12 @@ from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.agreement import agreement, columns, decode_one, proposer_as_served
 from drafttrain.evaluate.engine_settings import VLLM_METHODS
 from drafttrain.evaluate.engines import EngineDraft, EngineError, evaluate_server, evaluate_vllm
-from drafttrain.export.base import ExportError
-from drafttrain.export.medusa import check_target
-from drafttrain.export.serve import VLLM_WITHOUT_HOOKS, check_engine
+from drafttrain.export.medusa import check_heads, check_target
+from drafttrain.export.serve import check_engine, lacks_hooks
 from drafttrain.target import Target
 
 Say = Callable[[str], None]
 Prompts = Sequence[Sequence[int]]
-
-
-def check_heads(folder: Path, k: int | None) -> int:
-    """How many drafts a round Medusa heads make: k, or all of them. ExportError where they are fewer than k."""
-    heads = MedusaConfig.load(folder).num_heads
-    if k is not None and k > heads:
-        raise ExportError(f"--k is {k} and the draft has {heads} heads. Expected at most as many. Mend: a smaller --k")
-    return heads if k is None else k
 
 
 def measure_ours(target: Target, prompts: Prompts, proposer: Proposer | None, k: int, count: int, label: str) -> dict:
@@ -50,7 +41,6 @@ def measure_vllm(
     where it ends early.
     """
     method = draft_method(draft)
-    hooks = method == "eagle3" and target.config.model_type in VLLM_WITHOUT_HOOKS
     with progress_bar("vLLM", (2 if plain_tokens else 1) * len(prompts)) as update:
         report = evaluate_vllm(
             python,
@@ -61,7 +51,7 @@ def measure_vllm(
             max_new_tokens=count,
             dtype=str(target.dtype).removeprefix("torch."),
             plain=plain_tokens is not None,
-            model_impl="transformers" if hooks else "auto",
+            model_impl="transformers" if lacks_hooks(method, target.config.model_type) else "auto",
             target_name=target.title,
             fingerprint=target.fingerprint,
             plain_tokens=plain_tokens,
@@ -115,7 +105,7 @@ def serve_check(
     check_engine("vllm", method, folder)
     if method == "medusa":
         check_target(target)
-        k = check_heads(folder, k)
+        k = check_heads(MedusaConfig.load(folder), k)
     k = 3 if k is None else k
     say(f"our loop: {len(prompts)} prompts x {max_new_tokens} tokens, K = {k}, {target.dtype}")
     ours = measure_ours(target, prompts, proposer_as_served(folder, target), k, max_new_tokens, f"{method} k={k}")

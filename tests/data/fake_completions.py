@@ -6,8 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.fake_http import QuietHandler
 
 
 @dataclass
@@ -59,11 +61,8 @@ class FakeCompletions:
         return {"choices": [self.change(choice)], "usage": {"completion_tokens": len(tokens)}}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     fake: FakeCompletions
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         fake = self.fake
@@ -72,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         fake = self.fake
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.asked()
         with fake.lock:
             number = len(fake.bodies)
             fake.bodies.append(body)
@@ -90,10 +89,3 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             with fake.lock:
                 fake.running -= 1
-
-    def whole(self, status: int, body: str) -> None:
-        data = body.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)

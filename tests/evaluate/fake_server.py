@@ -8,7 +8,9 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from tests.fake_http import QuietHandler
 
 
 @dataclass
@@ -111,12 +113,9 @@ class FakeEngine:
         return "\n".join(lines) + "\n"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     engine: FakeEngine
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
 
     def do_GET(self):
         engine = self.engine
@@ -144,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         engine = self.engine
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = self.asked()
         with engine.lock:
             number = len(engine.bodies)
             engine.bodies.append(body)
@@ -202,10 +201,3 @@ class _Handler(BaseHTTPRequestHandler):
     def chunk(self, data: bytes) -> None:
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
         self.wfile.flush()
-
-    def whole(self, status: int, body: str) -> None:
-        data = body.encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)

@@ -77,6 +77,16 @@ def edit_tensors(folder: Path, change) -> Path:
     return folder
 
 
+def setting(name: str = "config.json", **changes):
+    """A change of a folder for a table of them: settings; see `edit`."""
+    return lambda folder: edit(folder, name, **changes)
+
+
+def tensors(change):
+    """The same: tensors; see `edit_tensors`."""
+    return lambda folder: edit_tensors(folder, change)
+
+
 def verdicts(report: CheckReport) -> dict[str, str]:
     return {verdict.engine: verdict.verdict for verdict in report.engines}
 

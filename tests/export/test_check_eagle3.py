@@ -17,8 +17,10 @@ from tests.export.checked_drafts import (
     edit_tensors,
     good_eagle3,
     read_target,
+    setting,
     settings,
     target_folder,
+    tensors,
     verdicts,
 )
 from tests.tiny_models import V, make_tokenizer
@@ -41,14 +43,6 @@ def good(target, tmp_path_factory):
 def nested(ids, **changes):
     values = {"use_aux_hidden_state": True, TOP: ids, "norm_before_fc": False} | changes
     return {NESTED: {key: value for key, value in values.items() if value is not ...}}
-
-
-def setting(**changes):
-    return lambda folder: edit(folder, **changes)
-
-
-def tensors(change):
-    return lambda folder: edit_tensors(folder, change)
 
 
 def drop(*names):

@@ -9,11 +9,12 @@ from tests.export.checked_drafts import (
     codes,
     copy,
     edit,
-    edit_tensors,
     good_medusa,
     good_original,
     read_target,
+    setting,
     target_folder,
+    tensors,
     verdicts,
 )
 from tests.tiny_models import V
@@ -39,14 +40,6 @@ def folders(target, tmp_path_factory):
         "deep": good_medusa(model, parent / "deep", num_hidden_layers=2),
         "original": good_original(model, parent / "original"),
     }
-
-
-def setting(**changes):
-    return lambda folder: edit(folder, **changes)
-
-
-def tensors(change):
-    return lambda folder: edit_tensors(folder, change)
 
 
 def drop(*endings):

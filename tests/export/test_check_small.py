@@ -16,7 +16,9 @@ from tests.export.checked_drafts import (
     edit_tensors,
     good_small,
     read_target,
+    setting,
     target_folder,
+    tensors,
     verdicts,
 )
 from tests.tiny_models import V, make_model, make_tokenizer, save
@@ -34,14 +36,6 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def good(target, tmp_path_factory):
     return good_small(read_target(target), tmp_path_factory.mktemp("good") / "draft")
-
-
-def setting(name="config.json", **changes):
-    return lambda folder: edit(folder, name, **changes)
-
-
-def tensors(change):
-    return lambda folder: edit_tensors(folder, change)
 
 
 def cut(rows):
