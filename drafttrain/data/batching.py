@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from drafttrain.data.conversations import DataError
 from drafttrain.drafts.base import supervised_rows
@@ -16,8 +17,9 @@ class TokenBudgetSampler:
 
     Every epoch is shuffled anew from (seed, epoch). Rows are sorted by length class (steps of an eighth at most) and
     packed at the longest length of their class, so batches hold rows of similar length and their number is the same
-    in every epoch, which the Trainer counts on for its steps and for finding its place when it resumes. It is a
-    multiple of `world_size`: batches are split to get there. Raises DataError when a row is longer than the budget.
+    in every epoch, which the Trainer counts on for its steps and for finding its place when it resumes. The batches and
+    their order are those of one process; with more the last ones are silent (`Rows`): a multiple of `world_size`
+    in all. Raises DataError when a row is longer than the budget.
     """
 
     def __init__(self, lengths: Sequence[int], max_tokens: int, world_size: int = 1, seed: int = 0):
@@ -60,14 +62,8 @@ class TokenBudgetSampler:
         order.sort(key=self._packed.__getitem__)  # Stable: random within a length class.
         batches = self._pack(order)
         rng.shuffle(batches)
-        while len(batches) % self.world_size:
-            widest = max(batches, key=len)
-            if len(widest) == 1:
-                batches.append(batches[0])  # Nothing left to split: a batch is seen twice.
-                continue
-            batches.remove(widest)
-            batches += [widest[::2], widest[1::2]]
-        return batches
+        shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
+        return batches + [[~shortest]] * (-len(batches) % self.world_size)
 
     def _pack(self, rows: list[int]) -> list[list[int]]:
         batches: list[list[int]] = [[]]
@@ -78,10 +74,31 @@ class TokenBudgetSampler:
         return batches
 
 
+class Rows(Dataset):
+    """Rows by index; ~index is the same row with nothing in it supervised: it counts and teaches nothing."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if index >= 0:
+            return self.rows[index]
+        row = self.rows[~index]
+        return {**row, "loss_mask": [0] * len(row["loss_mask"])}
+
+
 def _class(length: int) -> int:
     """Lengths of one class differ by less than an eighth: 16..17, 18..19, .. 32..35, 36..39, .."""
     step = 1 << max(0, length.bit_length() - 4)
     return length // step * step
+
+
+def row_name(row: dict) -> str:
+    """A prepared row for people: "train.jsonl:12", or its place among the rows."""
+    return row["source"] or f"row {row['index']}"
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe, load_recipe, recipe_difference, save_recipe
@@ -22,9 +23,16 @@ FREE_KEYS = (
     "training.max_minutes",
     "training.max_steps",
     "training.num_train_epochs",
+    "training.gradient_accumulation_steps",
+    "training.on_bad_step",
+    "training.spike_factor",
+    "training.max_skips",
+    "training.report_to",
     "features.max_gib",
+    "features.vllm",
     "data.regenerate.server",
     "data.regenerate.concurrency",
+    "data.regenerate.endpoint",
 )
 """What may change between two commands on the same run: it alters neither the data nor the draft's shape."""
 
@@ -81,6 +89,7 @@ class RunFolder:
                 f"{self.path} holds other files ({', '.join(sorted(content)[:4])}) and no recipe.yaml. "
                 "Expected an empty folder or a run. Mend: give another --output."
             )
+        self._check_free()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             save_recipe(recipe, self.recipe_file)
@@ -94,17 +103,37 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the folder for this process. RunError when another one holds it; a crash releases it."""
-        with open(self.path / "lock", "w") as handle:
+        """Hold the folder for this process. RunError when another one holds it, or nothing can be written there; a
+        crash releases it.
+        """
+        with open(self.path / "lock", "a") as handle:
+            self._take(handle)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunError(
-                    f"{self.path} is in use by another process. Mend: wait for it, or give another --output."
-                ) from error
-            handle.write(str(os.getpid()))
-            handle.flush()
+                handle.truncate(0)
+                handle.write(str(os.getpid()))
+                handle.flush()
+            except OSError as error:
+                raise self._unwritable(error) from error
             yield
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path} cannot be written ({error.strerror}). Mend: free some space, or another --output."
+        )
+
+    def _take(self, handle: IO[str]) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"{self.path} is in use by another process. Mend: wait for it, or give another --output."
+            ) from error
+
+    def _check_free(self) -> None:
+        """RunError when another process holds the folder: not even its recipe may change then."""
+        if (self.path / "lock").exists():
+            with open(self.path / "lock") as handle:
+                self._take(handle)
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first (an unfinished one never carries this name)."""
@@ -112,6 +141,10 @@ class RunFolder:
         return sorted(found, key=lambda entry: int(entry.name.split("-")[1]))
 
     def rotate(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints."""
+        """Remove all but the newest `keep` checkpoints; renamed first, so that what a killed process has half removed
+        is never taken for one.
+        """
         for checkpoint in self.checkpoints()[:-keep]:
-            shutil.rmtree(checkpoint)
+            leaving = checkpoint.with_name(f".{checkpoint.name}.old")
+            checkpoint.rename(leaving)
+            shutil.rmtree(leaving)

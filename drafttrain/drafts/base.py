@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.nn.objective import Objective
 from drafttrain.nn.sampling import Sampling, Streams, greedy_choice, inverse_cdf, warp
 from drafttrain.nn.tree import StaticTree, Tree
-from drafttrain.target import Target, TargetError, TargetStep
+from drafttrain.target import Target, TargetError, TargetStep, cache_folder
 from drafttrain.target_files import read_json
 
 GATE_NATS = 0.5
@@ -145,9 +145,11 @@ class Batch:
     topk_log_p: Tensor | None = None
 
 
-@dataclass
-class DraftLoss:
-    """What a draft's forward returns: the weighted objective as a SUM over rows, and detached sums for each step."""
+class DraftLoss(NamedTuple):
+    """What a draft's forward returns: the weighted objective as a SUM over rows, and detached sums for each step.
+
+    A tuple, because FSDP2 and ZeRO-3 look for tensors to hang their backward on in tuples, lists and dicts alone.
+    """
 
     objective: Tensor
     figures: StepFigures
@@ -257,11 +259,27 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 hex of the chat template, whatever form it has; of no template one value too."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+
+
+def quantization_of(target: Target) -> str:
+    """How the target's weights were quantised: GGUF (read as dense ones), the config's method, or none."""
+    if target.folder is not None and target.folder.parent == cache_folder() / "gguf":
+        return "GGUF"
+    settings = target.model.config.to_dict().get("quantization_config") or {}
+    return str(settings.get("quant_method") or ("unnamed" if settings else "none"))
+
+
 def write_provenance(folder: Path, target: Target, **details: Any) -> None:
-    """drafttrain.json beside a draft's config: which target and tokenizer it was made for."""
+    """drafttrain.json beside a draft's config: which target, template and tokenizer it was made for."""
     facts = {
         "target": target.name,
         "target_fingerprint": target.fingerprint,
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "target_quantization": quantization_of(target),
+        "target_template_sha256": None if target.tokenizer is None else template_hash(target.tokenizer),
         "tokenizer_sha256": None if target.tokenizer is None else tokenizer_hash(target.tokenizer),
         **details,
     }

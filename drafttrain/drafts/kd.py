@@ -104,6 +104,10 @@ class KdDraft(Draft):
         self._small = None
         return self
 
+    def activation_checkpointing_enable(self, **options) -> None:
+        """What the Trainer calls for training.gradient_checkpointing."""
+        self.student.activation_checkpointing_enable(**options)
+
     def calibrate(self, batch: Batch) -> float:
         """The forward KL of one batch, in nats a row; nothing is set."""
         objective, self.objective = self.objective, Objective.of("forward_kl")

@@ -111,6 +111,10 @@ class Medusa2Draft(Draft):
         self._unchanged = target.head()
         return self
 
+    def activation_checkpointing_enable(self, **options) -> None:
+        """What the Trainer calls for training.gradient_checkpointing."""
+        self.model.activation_checkpointing_enable(**options)
+
     def calibrate(self, batch: Batch) -> float:
         """As of heads alone: the adapters change nothing yet."""
         return self.heads.calibrate(batch)

@@ -2,13 +2,15 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TrainerCallback
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import ExportableState
 
 from drafttrain.data.files import write_beside
@@ -61,6 +63,20 @@ class Budget(TrainerCallback, ExportableState):
         return control
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """RunError where training.report_to names something that transformers does not know or that is not installed."""
+    here = get_available_reporting_integrations()
+    for name in names:
+        if name not in here:
+            known = name in INTEGRATION_TO_CALLBACK
+            found = "which is not installed" if known else "which transformers does not know"
+            mend = f"pip install {name}" if known else f"one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            raise RunError(
+                f"training.report_to names {name}, {found}. Expected one of {', '.join(here) or 'none'} here, or "
+                f"nothing: log.jsonl is always written. Mend: {mend}."
+            )
+
+
 class JsonLog(TrainerCallback):
     """Appends every log entry of the main process to log.jsonl, one JSON object a line, with step and minutes."""
 
@@ -74,10 +90,15 @@ class JsonLog(TrainerCallback):
                 with open(self.path, "a") as file:
                     file.write(json.dumps(row) + "\n")
             except OSError as error:
-                raise RunError(
-                    f"{self.path} could not be written ({error.strerror}). The last checkpoint is intact. Mend: free "
-                    "some space, then run the same command to resume."
-                ) from error
+                raise unwritten(self.path, error) from error
+
+
+def unwritten(path: Path, error: OSError) -> RunError:
+    """A file of the run that could not be written."""
+    return RunError(
+        f"{path} could not be written ({error.strerror}). The last checkpoint is intact. Mend: free some space, then "
+        "run the same command to resume."
+    )
 
 
 def read_log(path: Path) -> list[dict]:
@@ -95,9 +116,14 @@ def read_log(path: Path) -> list[dict]:
 
 
 def cut_log(path: Path, step: int) -> None:
-    """Drop the rows after `step`, the checkpoint that a resume starts from: their steps are trained again."""
+    """Drop the rows after `step`, the checkpoint that a resume starts from (0: none): their steps are trained again.
+    RunError on a full disk.
+    """
     lines = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= step]
-    write_beside(path, lambda temporary: temporary.write_text("".join(lines)))
+    try:
+        write_beside(path, lambda temporary: temporary.write_text("".join(lines)))
+    except OSError as error:
+        raise unwritten(path, error) from error
 
 
 class Bar(TrainerCallback):

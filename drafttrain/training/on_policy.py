@@ -30,8 +30,9 @@ class OnPolicy:
     """Replaces a share of the micro-batches with the draft's own continuations of their prompts.
 
     seed: the run's. stop_ids: the tokens that end a continuation, themselves included in it. max_positions: the
-    longest row that the target and the draft can read. Every draw comes from (seed, step, rank, micro-batch), none
-    from torch's global state, so a resumed run trains on the same batches; only where `start` meets a budget in
+    longest row that the target and the draft can read. Every draw comes from (seed, step, place of the micro-batch in
+    the step, over all processes), none from torch's global state, so a resumed run trains on the same batches, with
+    another number of processes too; only where `start` meets a budget in
     minutes does it hang on the clock. The draft writes with its whole head, also where drafts are a smaller vocabulary.
     """
 
@@ -40,7 +41,13 @@ class OnPolicy:
         self.stop_ids, self.max_positions = tuple(stop_ids), max_positions
 
     def replace(
-        self, inputs: Sequence[dict[str, Tensor]], draft: Writer, progress: float, step: int, rank: int = 0
+        self,
+        inputs: Sequence[dict[str, Tensor]],
+        draft: Writer,
+        progress: float,
+        step: int,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> list[dict[str, Tensor]]:
         """The micro-batches of one optimizer step, each as it is or replaced.
 
@@ -50,7 +57,7 @@ class OnPolicy:
         """
         out, small = [], None
         for i, batch in enumerate(inputs):
-            rng = random.Random(f"{self.seed}:{step}:{rank}:{i}")
+            rng = random.Random(f"{self.seed}:{step}:{rank + i * world_size}")
             if progress < self.settings.start or rng.random() >= self.settings.share:
                 out.append(batch)
                 continue

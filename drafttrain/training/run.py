@@ -21,8 +21,10 @@ from drafttrain.export.folder import MASTER, save_draft
 from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
+from drafttrain.training.checkpoints import settle
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.selection import LENGTH, Acceptance
+from drafttrain.training.signals import Stop, interrupted
 from drafttrain.training.trainer import OWN, DraftTrainer, batch_on
 
 
@@ -34,13 +36,18 @@ def train(
     prepared: Prepared | None = None,
 ) -> None:
     """Prepare what is missing (unless `prepared` is given), then train. Raises RunError, DataError, TargetError or
-    DraftError with the mend.
+    DraftError with the mend, Interrupted where a signal ended it.
 
     Leaves run/draft (best on validation; the last one without validation data), run/untrained, checkpoints and
     log.jsonl.
     """
-    state = processes()
+    state, stop = processes(), Stop()
     say = say if state.is_main_process else (lambda message: None)
+    with stop.listening(run.path, state.is_main_process):
+        _train(recipe, run, target, say, prepared, state, stop)
+
+
+def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: PartialState, stop: Stop) -> None:
     target = target or load_target(**recipe.target.model_dump())
     if prepared is None:
         with state.main_process_first():
@@ -56,23 +63,34 @@ def train(
     dtype = DTYPES[recipe.export.dtype]
 
     def keep_best(best: Draft, validation: dict) -> None:
-        _save(best, target, run.draft, dtype, validation=validation)
+        _save(best, target, run.draft, dtype, validation=validation, **_switches(recipe))
 
     acceptance = Acceptance.of(recipe.training, target, prepared.rows)
-    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance)
+    with state.main_process_first():
+        if state.is_main_process:
+            settle(run, say)
+    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance, stop)
     if not run.checkpoints():
         start_up_gate(draft, recipe, prepared, sources["train"], say)
         if state.is_main_process:
             _save(draft, target, run.untrained, dtype)
     else:
         say(f"resuming from {run.checkpoints()[-1].name}")
+    stop.hold()
     trainer.fit()
-    if not trainer.evaluated():
+    if not trainer.asked and not trainer.evaluated():
         trainer.evaluate()
-    if f"checkpoint-{trainer.state.global_step}" not in [c.name for c in run.checkpoints()]:
+    last = f"checkpoint-{trainer.state.global_step}"
+    if last not in [c.name for c in run.checkpoints()]:
         trainer._save_checkpoint(trainer.model_wrapped, None)
-    if not trainer.eval_dataset and state.is_main_process:
-        _save(draft, target, run.draft, dtype)
+    cut_short = trainer.cut_short()
+    stop.release()
+    if cut_short:
+        raise interrupted(trainer.asked, run.path, f"{last} is saved", state.is_main_process)
+    if not trainer.eval_dataset:
+        with trainer.whole() as whole:
+            if state.is_main_process:
+                _save(whole, target, run.draft, dtype, **_switches(recipe))
     if recipe.method == "medusa" and state.is_main_process:
         _calibrate_tree(recipe, run, target, prepared, trainer, say)
     minutes = trainer.budget.seconds() / 60
@@ -90,6 +108,12 @@ def train(
 def processes() -> PartialState:
     """accelerate's view of the processes of this launch; told of a CPU, where it would take them for unrelated ones."""
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def _switches(recipe: Recipe) -> dict:
+    """What a draft's folder says of the chat template's switches, where there are some."""
+    switches = recipe.data.chat_template_kwargs
+    return {"chat_template_kwargs": switches} if switches else {}
 
 
 def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:

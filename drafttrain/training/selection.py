@@ -7,7 +7,7 @@ on its own words: so what is kept is chosen by what serving counts.
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -80,8 +80,11 @@ class Acceptance:
         """Whether the validation at a step measures acceptance too."""
         return step % (self.settings.acceptance_steps or self.settings.eval_steps) == 0
 
-    def measure(self, draft: Draft, rank: int = 0, world_size: int = 1) -> Counts:
-        """The loop's counts over this rank's share of the prompts, pooled, with the draft's weights of now.
+    def measure(
+        self, draft: Draft, rank: int = 0, world_size: int = 1, ends: Callable[[], bool] = lambda: False
+    ) -> Counts:
+        """The loop's counts over this rank's share of the prompts, pooled, with the draft's weights of now. ends: asked
+        before each group of prompts, whether to leave out the rest.
 
         The draft's mode and the global random states are as before when it returns, and also when it raises, which is
         what `generate` raises.
@@ -92,6 +95,8 @@ class Acceptance:
             proposer = draft.proposer(target)
             k = min(self.settings.acceptance_k, proposer.max_k or self.settings.acceptance_k)
             for prompts in self._groups(self.prompts[rank::world_size]):
+                if ends():
+                    break
                 # Not captured as CUDA graphs: they would hold memory that training needs.
                 done = generate(
                     target,

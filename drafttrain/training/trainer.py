@@ -4,7 +4,6 @@ frozen target.
 
 import json
 import math
-import shutil
 import time
 from dataclasses import fields
 from functools import partial
@@ -12,23 +11,23 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from drafttrain.data.batching import TokenBudgetSampler, collate
+from drafttrain.data.batching import Rows, TokenBudgetSampler, collate
 from drafttrain.data.features import FeatureSource
 from drafttrain.data.read_ahead import ReadAhead, Screen, batch_of
-from drafttrain.data.run_folder import RunError, RunFolder
+from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Batch, Draft, DraftLoss, ParameterGroup
 from drafttrain.nn.fused_losses import StepFigures
 from drafttrain.recipe import TrainingConfig
-from drafttrain.training.callbacks import Bar, Budget, JsonLog, cut_log
+from drafttrain.training.callbacks import Bar, Budget, JsonLog, check_trackers, cut_log
+from drafttrain.training.figures import added, flops_per_token, parts, peak_flops, peak_memory, rates
+from drafttrain.training.guard import Guard, GuardedTrainer, StepRecord
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.schedule import learning_rate_factor
 from drafttrain.training.selection import LENGTH, LOSS, Acceptance, gains, waited
+from drafttrain.training.signals import Stop
 
 OWN = "own"
 """The source of features for batches that the draft continued itself."""
@@ -36,13 +35,14 @@ FIRST_STEP = "first_step"
 """Key of an optimizer's group: the step from which on it learns."""
 
 
-class DraftTrainer(Trainer):
+class DraftTrainer(GuardedTrainer):
     """Trains a Draft on rows {"index", "input_ids", "loss_mask"}; features come from a FeatureSource for each split,
     and for batches that the draft continued itself (`own`) from sources[OWN].
 
     What it adds to Trainer: batches under a token budget, the objective divided by the step-0 rows of all ranks and
-    accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, a budget in minutes, and selection by
-    acceptance as served (`acceptance`; None: by validation loss).
+    accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, bad steps that are left out or stop
+    the run, a budget in minutes, and selection by acceptance as served (`acceptance`; None: by validation loss). stop:
+    what signals ask of it.
     """
 
     def __init__(
@@ -55,13 +55,17 @@ class DraftTrainer(Trainer):
         on_best=None,
         own: OnPolicy | None = None,
         acceptance: Acceptance | None = None,
+        stop: Stop | None = None,
     ):
         self.config, self.run, self.rows, self.sources, self.on_best = config, run, rows, sources, on_best
         self.own, self.acceptance = own, acceptance
         self.criterion = LOSS if acceptance is None else LENGTH
-        self.budget = Budget(config.max_minutes)
-        self._sums: StepFigures | None = None
+        self.budget, self.guard, self.stop = Budget(config.max_minutes), Guard(config), stop or Stop()
+        self.flops = flops_per_token(draft)
+        self.record, self.sums, self.asked = StepRecord(), None, 0
+        self.steps_logged = self.steps_skipped = 0
         self._tokens, self._logged_at, self._note = 0, 0.0, ""
+        check_trackers(config.report_to)
         args = _arguments(config, run.path, draft, "validation" in rows)
         self.bar = Bar(self.budget, lambda: self._note)
         self.ahead = ReadAhead(lambda: self.sources["train"])
@@ -72,8 +76,9 @@ class DraftTrainer(Trainer):
             train_dataset=rows["train"],
             eval_dataset=rows.get("validation"),
             data_collator=collate,
-            callbacks=[self.budget, JsonLog(run.log, self.budget), self.bar, _Epochs(self)],
+            callbacks=[self.budget, self.guard, JsonLog(run.log, self.budget), self.bar, _Epochs(self)],
         )
+        self.set_engine()
         self.remove_callback(PrinterCallback)  # Standard output belongs to --json.
         self.model_accepts_loss_kwargs = True
         self.sampler: TokenBudgetSampler | None = None
@@ -85,7 +90,7 @@ class DraftTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         self.sampler = self._sampler("train", self.accelerator.num_processes)
         loader = DataLoader(
-            self.train_dataset,
+            Rows(self.train_dataset),
             batch_sampler=self.sampler,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
@@ -105,8 +110,10 @@ class DraftTrainer(Trainer):
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         step = self.state.global_step
         progress = self.budget.progress(step, self.state.max_steps)
-        draft, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
-        samples = self.own.replace(list(islice(epoch_iterator, num_batches)), draft, progress, step, rank)
+        samples = list(islice(epoch_iterator, num_batches))
+        with self.whole() as draft:
+            rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+            samples = self.own.replace(samples, draft, progress, step, rank, processes)
         return super().get_batch_samples(iter(samples), len(samples), device)
 
     # --- loss
@@ -115,40 +122,58 @@ class DraftTrainer(Trainer):
         batch = batch_of(inputs)
         batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
         batch = self.screens["train"].pass_on(batch)
-        output: DraftLoss = model(batch_on(batch, self.args.device))
-        if not torch.isfinite(output.objective):
-            own = int(batch.index[0]) < 0
-            rows = "what the draft wrote itself" if own else f"rows {batch.index.tolist()[:8]} of the training data"
-            raise RunError(
-                f"The loss is {output.objective.item()} at step {self.state.global_step} on {rows}. The last "
-                "checkpoint is intact. Mend: look at these rows, lower training.learning_rate, then run the same "
-                "command to resume."
-            )
-        self._sums = _add(self._sums, output.figures)
+        with self.autocast():  # accelerate and DeepSpeed do so within the model, FSDP2 does not.
+            output: DraftLoss = model(batch_on(batch, self.args.device))
         self._tokens += int(batch.lengths.sum())
         loss = output.objective / num_items_in_batch.clamp_min(1) * self.accelerator.num_processes
+        self.record.add(batch, loss, output.figures)
         return (loss, output) if return_outputs else loss
 
     def log(self, logs: dict, start_time: float | None = None) -> None:
-        """Trainer's log, with the figures of each unroll step since the last one and the tokens per second."""
-        if self._sums is not None and "loss" in logs:
-            sums = self._reduce(self._sums)
-            logs |= rates(sums, "")
-            spent = self.budget.seconds()
-            tokens = int(self.accelerator.reduce(torch.tensor(self._tokens, device=self.args.device), "sum"))
-            logs["tokens_per_second"] = tokens / max(spent - self._logged_at, 1e-9)
-            if self.sources["train"].reads_ahead:
-                logs["data_wait"] = self.ahead.waited / max(spent - self._logged_at, 1e-9)
-                self.ahead.waited = 0.0
+        """Trainer's log, with the figures of each unroll step since the last one, throughput and peak memory. Skipped
+        steps are in none of them.
+        """
+        if "loss" in logs:
+            good = self.steps_logged - self.steps_skipped
+            logs["loss"] *= self.steps_logged / max(good, 1)
+            if self.sums is None:
+                del logs["loss"]
+            else:
+                logs |= rates(self._reduce(self.sums), "")
+            logs |= self._usage()
             if self.screens["train"].broken:
                 logs["skipped_samples"] = len(self.screens["train"].broken)
-            self._logged_at, self._sums, self._tokens = spent, None, 0
-            self._note = f"loss {logs['loss']:.3f}  acceptance {logs['step_acceptance/0']:.3f}  "
-            self._note += f"{logs['tokens_per_second']:.0f} tokens/s"
+            if self.guard.skipped:
+                logs["skipped_steps"] = self.guard.skipped
+            self.sums, self.steps_logged, self.steps_skipped = None, 0, 0
+            if "loss" in logs:
+                self._note = f"loss {logs['loss']:.3f}  acceptance {logs['step_acceptance/0']:.3f}  "
+                self._note += f"{logs['tokens_per_second']:.0f} tokens/s"
         super().log(logs, start_time)
 
+    def _usage(self) -> dict[str, float]:
+        """tokens_per_second and flops_per_second of all ranks (`flops_per_token`), mfu where the GPU's peak is known;
+        peak GiB of the largest process and GPU; data_wait, the share of time that training waited for stored features.
+        """
+        spent, device = self.budget.seconds(), self.args.device
+        seconds = max(spent - self._logged_at, 1e-9)
+        here = torch.tensor([self._tokens, *peak_memory(device)], device=device)
+        ranks = self.accelerator.gather(here).view(-1, 3)
+        tokens, (process, gpu) = float(ranks[:, 0].sum()) / seconds, ranks[:, 1:].amax(0).tolist()
+        usage = {"tokens_per_second": tokens, "flops_per_second": tokens * self.flops, "memory_gib": process}
+        peak = peak_flops(device)
+        if peak is not None:
+            usage["mfu"] = usage["flops_per_second"] / (peak * len(ranks))
+        if gpu:
+            usage["device_memory_gib"] = gpu
+        if self.sources["train"].reads_ahead:
+            usage["data_wait"] = self.ahead.waited / seconds
+            self.ahead.waited = 0.0
+        self._logged_at, self._tokens = spent, 0
+        return usage
+
     def _reduce(self, figures: StepFigures) -> StepFigures:
-        return StepFigures(*(self.accelerator.reduce(part.to(self.args.device), "sum") for part in _parts(figures)))
+        return StepFigures(*(self.accelerator.reduce(part.to(self.args.device), "sum") for part in parts(figures)))
 
     # --- validation
 
@@ -163,12 +188,16 @@ class DraftTrainer(Trainer):
         due = self.acceptance is not None and self.acceptance.due(self.state.global_step)
         if due or (self.acceptance is not None and self.control.should_training_stop):
             metrics |= self.measure()
+        if self.cut_short():
+            self.end_with_a_checkpoint()
+            return {}
         self.log(dict(metrics))
         found = metrics.get(self.criterion)
-        if found is not None and gains(self.criterion, found, self.best) and self.is_world_process_zero():
+        if found is not None and gains(self.criterion, found, self.best):
             self.best = found
-            if self.on_best is not None:
-                self.on_best(self.model, {"step": self.state.global_step, **metrics})
+            with self.whole() as draft:
+                if self.on_best is not None and self.is_world_process_zero():
+                    self.on_best(draft, {"step": self.state.global_step, **metrics})
         # Marks the validation as done: Trainer would repeat it where the epoch ends with this step.
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.control.should_training_stop |= self.impatient()
@@ -189,8 +218,9 @@ class DraftTrainer(Trainer):
         """eval_acceptance_length, tau of the evaluator's loop, and the seconds that it took."""
         assert self.acceptance is not None
         started, accelerator = time.monotonic(), self.accelerator
-        draft = accelerator.unwrap_model(self.model)
-        counts = self.acceptance.measure(draft, accelerator.process_index, accelerator.num_processes)
+        with self.whole() as draft:
+            ranks = accelerator.process_index, accelerator.num_processes
+            counts = self.acceptance.measure(draft, *ranks, ends=lambda: self.stop.number > 0)
         sums = torch.tensor([counts.accepted, counts.iterations], device=self.args.device)
         accepted, iterations = accelerator.reduce(sums, "sum").tolist()
         seconds = time.monotonic() - started
@@ -201,19 +231,21 @@ class DraftTrainer(Trainer):
         """eval_loss, eval_step_acceptance/k and eval_teacher_forced_length = 1 + the joint teacher-forced acceptances,
         summed.
         """
-        draft = self.accelerator.unwrap_model(self.model)
-        was_training = draft.training
-        draft.eval()
         sums = None
-        for indices in self.validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
-            batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
-            with self.accelerator.autocast():
+        with self.whole() as draft:
+            was_training = draft.training
+            draft.eval()
+            for indices in self.validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:
+                if self.stop.number:  # `evaluate` drops what is found.
+                    break
+                batch = Batch(**collate([self.eval_dataset[i] for i in indices]))
                 batch = self.screens["validation"].pass_on(self.sources["validation"].attach(batch))
-                output = draft(batch_on(batch, self.args.device))
-            sums = _add(sums, output.figures)
-        draft.train(was_training)
-        if sums is None:
-            sums = StepFigures(*(torch.zeros(draft.steps) for _ in range(5)))
+                with self.autocast():
+                    output = draft(batch_on(batch, self.args.device))
+                sums = added(sums, output.figures)
+            draft.train(was_training)
+            if sums is None:
+                sums = StepFigures(*(torch.zeros(draft.steps) for _ in range(5)))
         return rates(self._reduce(sums), "eval_")
 
     # --- optimisation
@@ -224,6 +256,8 @@ class DraftTrainer(Trainer):
             optimizer = super().create_optimizer(model)
             for own in self.accelerator.unwrap_model(self.model).parameter_groups():
                 split_off(optimizer, own)
+            if self.zero:
+                self.groups = [list(group["params"]) for group in optimizer.param_groups]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
@@ -243,52 +277,14 @@ class DraftTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    # --- checkpoints
-
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = self.accelerator.unwrap_model(self.model)
-        tensors = draft.trained_state() if state_dict is None else state_dict
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        self.model.load_trained_state(load_file(Path(resume_from_checkpoint) / "model.safetensors"))
-
-    def _get_output_dir(self, trial) -> str:
-        return str(self.run.path / ".saving")
-
-    def _save_checkpoint(self, model, trial) -> None:
-        """Written in a folder of its own and renamed when whole; a failure keeps the last checkpoint and says so."""
-        staging = self.run.path / ".saving"
-        name = f"checkpoint-{self.state.global_step}"
-        try:
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                shutil.rmtree(self.run.path / name, ignore_errors=True)
-                (staging / name).rename(self.run.path / name)
-                self.run.rotate(self.config.save_total_limit)
-        except (OSError, SafetensorError, RuntimeError) as error:
-            intact = self.run.checkpoints()
-            kept = f"{intact[-1].name} is intact" if intact else "there is no earlier checkpoint"
-            raise RunError(
-                f"{name} could not be saved ({error}); {kept}. Mend: free some space, then run the same command to "
-                "resume."
-            ) from error
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
+    # --- the run
 
     def fit(self) -> None:
         """Train from the last whole checkpoint, or from the start. A run that is done stays as it is."""
+        self.check_engine()
         checkpoints = self.run.checkpoints()
-        if checkpoints and self.is_world_process_zero():
-            cut_log(self.run.log, int(checkpoints[-1].name.split("-")[1]))
+        if self.run.log.exists() and self.is_world_process_zero():
+            cut_log(self.run.log, int(checkpoints[-1].name.split("-")[1]) if checkpoints else 0)
         try:
             self.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
         finally:
@@ -296,8 +292,14 @@ class DraftTrainer(Trainer):
             self.bar.close()
 
     def _run_epoch(self, **kwargs) -> None:
-        """Nothing when the last step is already done: Trainer would resume a finished run with one step more."""
-        if self.state.global_step >= self.state.max_steps or self.budget.spent() or self.impatient():
+        """Nothing when the last step is already done: Trainer would resume a finished run with one step more. A
+        validation that a signal cut off is made first.
+        """
+        step = self.state.global_step
+        due = step > 0 and self.eval_dataset and step % self.config.eval_steps == 0
+        if due and not any(row["step"] == step and LOSS in row for row in self.state.log_history):
+            self.evaluate()
+        if self.asked or self.state.global_step >= self.state.max_steps or self.budget.spent() or self.impatient():
             self.control.should_training_stop = True
         else:
             super()._run_epoch(**kwargs)
@@ -312,7 +314,15 @@ class _Epochs(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         # After a resume the clock runs on from the checkpoint's minutes.
         self.trainer.budget.start(state.stateful_callbacks["Budget"]["args"]["elapsed"])
+        self.trainer.guard.restore(state.stateful_callbacks.setdefault("Guard", None))
         self.trainer._logged_at = self.trainer.budget.seconds()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer.loss_before = self.trainer._tr_loss.clone()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.asked:
+            self.trainer.end_with_a_checkpoint()
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.sampler.set_epoch(math.floor((state.epoch or 0) + 1e-6))
@@ -330,6 +340,8 @@ def _arguments(config: TrainingConfig, folder: Path, draft: Draft, validated: bo
         max_grad_norm=config.max_grad_norm,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         bf16=config.bf16,
+        activation_checkpointing=config.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False},  # Its input needs no gradient.
         use_cpu=next(draft.parameters()).device.type == "cpu",
         logging_steps=config.logging_steps,
         logging_nan_inf_filter=False,
@@ -362,36 +374,6 @@ def batch_on(batch: Batch, device: torch.device) -> Batch:
     """The batch with all its tensors on the device."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return Batch(**{name: None if value is None else value.to(device) for name, value in values.items()})
-
-
-def _parts(figures: StepFigures) -> tuple[Tensor, ...]:
-    return figures.rows, figures.loss, figures.hits, figures.alpha, figures.joint, figures.drift
-
-
-def _add(sums: StepFigures | None, figures: StepFigures) -> StepFigures:
-    if sums is None:
-        return figures
-    return StepFigures(*(a + b for a, b in zip(_parts(sums), _parts(figures), strict=True)))
-
-
-def rates(sums: StepFigures, prefix: str) -> dict[str, float]:
-    """Means of summed figures: step_loss/k, step_acceptance/k (top-1 hits, teacher-forced, unconditional),
-    step_alpha/k, and, with the prefix eval_, loss and teacher_forced_length. Of a tuned target (Medusa-2) also
-    target_drift, KL(unchanged || tuned) in nats, and target_same_choice, the share of positions with the same choice.
-    """
-    rows = sums.rows.clamp_min(1).tolist()
-    out: dict[str, float] = {}
-    for k, count in enumerate(rows):
-        out[f"{prefix}step_acceptance/{k}"] = sums.hits[k].item() / count
-        out[f"{prefix}step_alpha/{k}"] = sums.alpha[k].item() / count
-        out[f"{prefix}step_loss/{k}"] = sums.loss[k].item() / count
-    compared, divergence, same = sums.drift.tolist()
-    if compared:
-        out[f"{prefix}target_drift"], out[f"{prefix}target_same_choice"] = divergence / compared, same / compared
-    if prefix:
-        out[f"{prefix}loss"] = sums.loss[0].item() / rows[0]
-        out[f"{prefix}teacher_forced_length"] = 1 + sum(j / n for j, n in zip(sums.joint.tolist(), rows, strict=True))
-    return out
 
 
 def _read_best(run: RunFolder, criterion: str) -> float | None:

@@ -103,11 +103,11 @@ def test_the_share_is_kept_and_every_other_batch_is_the_very_object(student) -> 
     assert abs(both - 0.09) < 4 * (0.09 * 0.91 / 200) ** 0.5
 
 
-def test_decisions_and_text_are_those_of_the_seed_step_rank_and_place_alone(student) -> None:
+def test_decisions_and_text_are_those_of_the_seed_step_and_place_alone(student) -> None:
     batches = [chat() for _ in range(16)]
 
     def decided(rank: int = 0, step: int = 3, seed: int = 7) -> list[dict]:
-        return policy(seed=seed, share=0.5).replace(batches, student, 0.0, step, rank)
+        return policy(seed=seed, share=0.5).replace(batches, student, 0.0, step, rank, 2)
 
     first = decided()
     kept = [new is old for new, old in zip(first, batches, strict=True)]
@@ -115,10 +115,14 @@ def test_decisions_and_text_are_those_of_the_seed_step_rank_and_place_alone(stud
     assert all(same(a, b) for a, b in zip(first, decided(), strict=True))
     # The first of two accumulated batches is decided as if it were alone.
     assert same(policy(share=0.5).replace(batches[:1], student, 0.0, 3)[0], first[0])
+    # Two processes decide as one would that has the batches of both in turn.
+    alone = policy(share=0.5).replace(batches * 2, student, 0.0, 3)
+    assert all(same(a, b) for a, b in zip(alone[::2], first, strict=True))
+    assert all(same(a, b) for a, b in zip(alone[1::2], decided(rank=1), strict=True))
     for other in (decided(rank=1), decided(step=4), decided(seed=8)):
         assert kept != [new is old for new, old in zip(other, batches, strict=True)]
     places = [(7, 3, 0), (7, 4, 0), (8, 3, 0), (7, 3, 1)]
-    everything = [policy(seed=seed).replace(batches[:2], student, 0.0, s, r) for seed, s, r in places]
+    everything = [policy(seed=seed).replace(batches[:2], student, 0.0, s, r, 2) for seed, s, r in places]
     texts = [tuple(tuple(c) for _, c in parts(batch)) for pair in everything for batch in pair]
     assert len(set(texts)) == len(texts) == 8
 

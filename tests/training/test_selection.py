@@ -232,7 +232,7 @@ class Scripted:
     def due(self, step: int) -> bool:
         return step % self.every == 0
 
-    def measure(self, draft, rank: int = 0, world_size: int = 1) -> Counts:
+    def measure(self, draft, rank: int = 0, world_size: int = 1, ends=None) -> Counts:
         time.sleep(self.at.seconds)
         return Counts(iterations=100, accepted=round(100 * (self.lengths.pop(0) - 1)))
 

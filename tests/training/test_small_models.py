@@ -180,15 +180,15 @@ def test_the_steps_and_the_progress_are_told_to_the_draws(tmp_path) -> None:
     class Recorder:
         calls: ClassVar[list] = []
 
-        def replace(self, inputs, draft, progress, step, rank):
-            self.calls.append((step, rank, progress))
+        def replace(self, inputs, draft, progress, step, rank, world_size):
+            self.calls.append((step, rank, world_size, progress))
             return inputs
 
     recipe = recipe_for(tmp_path, max_steps=4)
     trainer, _ = make_trainer(recipe, open_run(tmp_path / "run", recipe), make_target(recipe))
     trainer.own = Recorder()
     trainer.fit()
-    assert Recorder.calls == [(step, 0, step / 4) for step in range(4)]
+    assert Recorder.calls == [(step, 0, 1, step / 4) for step in range(4)]
 
 
 def test_validation_asks_the_target_where_training_has_its_likeliest_words(tmp_path) -> None:

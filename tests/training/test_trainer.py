@@ -21,6 +21,7 @@ from drafttrain.drafts.eagle3 import Eagle3Draft
 from drafttrain.recipe import parse_recipe
 from drafttrain.specdec.decode import generate
 from drafttrain.training.callbacks import read_log
+from drafttrain.training.checkpoints import list_files
 from drafttrain.training.run import start_up_gate, train
 from tests.training.tiny_run import (
     make_recipe,
@@ -36,6 +37,9 @@ from tests.training.tiny_run import (
 TIMED = (
     "minutes",
     "tokens_per_second",
+    "flops_per_second",
+    "memory_gib",
+    "data_wait",
     "eval_acceptance_seconds",
     "train_runtime",
     "train_samples_per_second",
@@ -329,6 +333,7 @@ def test_minutes_and_the_learning_rate_go_on_after_a_resume(tmp_path) -> None:
     assert 0 < saved["stateful_callbacks"]["Budget"]["args"]["elapsed"] <= trainer.budget.seconds()
     saved["stateful_callbacks"]["Budget"]["args"]["elapsed"] = 57 * 60.0  # As if two steps had taken 57 minutes.
     state.write_text(json.dumps(saved))
+    list_files(state.parent)
     trainer = finish(tmp_path / "run", recipe)
     assert trainer.budget.seconds() > 57 * 60
     rows = {row["step"]: row for row in read_log(tmp_path / "run" / "log.jsonl") if "loss" in row}
@@ -393,7 +398,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tmp_path) ->
         return batch
 
     trainer.sources["train"] = Wrapped(trainer.sources["train"], plant)
-    with pytest.raises(RunError, match=r"loss is nan at step 2 on rows") as caught:
+    with pytest.raises(RunError, match=r"loss is nan at step 3 on rows") as caught:
         trainer.fit()
     assert str(third) in str(caught.value)
     assert [path.name for path in run.checkpoints()] == ["checkpoint-2"]
