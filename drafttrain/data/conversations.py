@@ -10,19 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drafttrain.errors import UserError
+from drafttrain.data.chat_messages import DataError, Message, keys, parse_tools, parse_turns, short, text_value
 from drafttrain.recipe import DataEntry
 
 Row = Mapping[str, Any]
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-}
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
@@ -33,20 +25,16 @@ EXPECTED = (
 HUB_SECONDS = 5
 
 
-class DataError(UserError):
-    """Training or evaluation data that cannot be used: the message names the file and line, and the mend."""
-
-
 @dataclass(frozen=True)
 class Conversation:
     """One row of data in exactly one form: messages, text, prompt (and completion), or input_ids (and loss_mask).
 
-    messages: turns of {"role": "system|user|assistant", "content"}, alternating; input_ids: token ids; loss_mask: 0
-    or 1 for each id; source: where the row came from, as "file.jsonl:12"; domain: the row's category, or the name of
-    its entry.
+    messages: turns as in chat_messages.Message, alternating; tools: what they may call; refused: why no text model can
+    be asked them (an image in them), or None; input_ids: token ids; loss_mask: 0 or 1 for each id; source: where the
+    row came from, as "file.jsonl:12"; domain: the row's category, or the name of its entry.
     """
 
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[Message, ...] | None = None
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
@@ -54,17 +42,27 @@ class Conversation:
     loss_mask: tuple[int, ...] | None = None
     source: str = ""
     domain: str = field(default="", compare=False)
+    tools: tuple[dict[str, Any], ...] | None = None
+    refused: str | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether tools are offered, called or heard."""
+        return bool(self.tools) or any(m["role"] == "tool" or m.get("tool_calls") for m in self.messages or ())
 
 
-def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversation]:
+def load_conversations(entries: Sequence[DataEntry], seed: int, key: str = "") -> list[Conversation]:
     """All rows of `entries` in order. `weight` < 1 keeps a sample without replacement, > 1 repeats whole passes and
     samples the rest; the choice depends only on `seed` and the entry's place in the list.
 
-    Raises DataError for anything unreadable, unknown or empty, naming file and line.
+    Raises DataError for anything unreadable, unknown or empty, naming file and line; for a missing file also the
+    recipe's key, where `key` says which list this is (data.train).
     """
     loaded: list[Conversation] = []
     for index, entry in enumerate(entries):
         where = entry.path or entry.dataset
+        if key and entry.path is not None and not Path(entry.path).exists():
+            raise DataError(f"{key}.{index}.path: {_no_file(where)}")
         name = entry.name or entry.dataset or Path(entry.path).stem
         rows = [_of_domain(parse_row(row, entry.format, source), row, name) for row, source in read_entry(entry)]
         if not rows:
@@ -78,6 +76,10 @@ def load_conversations(entries: Sequence[DataEntry], seed: int) -> list[Conversa
     if not loaded:
         raise DataError("no conversations: the list of data entries is empty; add an entry with path or dataset")
     return loaded
+
+
+def _no_file(path: str) -> str:
+    return f"{path}: found no such file or folder; check the path (it is relative to the recipe)"
 
 
 def _of_domain(conversation: Conversation, row: Row, name: str) -> Conversation:
@@ -100,7 +102,7 @@ def read_entry(entry: DataEntry) -> Iterator[tuple[Row, str]]:
         return
     path = Path(entry.path)
     if not path.exists():
-        raise DataError(f"{path}: found no such file or folder; check the path (it is relative to the recipe)")
+        raise DataError(_no_file(entry.path))
     if path.is_dir() and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         yield from _read_saved(path, entry.split)
         return
@@ -226,7 +228,10 @@ def parse_row(row: Row, format: str, source: str) -> Conversation:
     row = {key: value for key, value in row.items() if value is not None}
     match _detect(row, source) if format == "auto" else format:
         case "messages" | "sharegpt" as kind:
-            return Conversation(messages=_parse_turns(row, kind, source), source=source)
+            turns = _need(row, ("messages", "conversations"), source)
+            messages, refused = parse_turns(turns, kind, source)
+            tools = parse_tools(row.get("tools"), f"{source}: tools")
+            return Conversation(messages=messages, tools=tools, refused=refused, source=source)
         case "prompt_completion":
             return _parse_pair(row, source)
         case "text":
@@ -253,36 +258,7 @@ def _detect(row: Row, source: str) -> str:
         return "text"
     if any(prompt in row for prompt, _ in PAIRS):
         return "prompt_completion"
-    raise DataError(f"{source}: found the keys {_keys(row)}, expected {EXPECTED}; rename the fields")
-
-
-def _parse_turns(row: Row, kind: str, source: str) -> tuple[dict[str, str], ...]:
-    role_key, content_key = ("from", "value") if kind == "sharegpt" else ("role", "content")
-    turns = _need(row, ("messages", "conversations"), source)
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{source}: found {_short(turns)} for the turns, expected a list of at least one message")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        place = f"{source}: message {number}"
-        if not isinstance(turn, Mapping) or role_key not in turn:
-            found = f"the keys {_keys(turn)}" if isinstance(turn, Mapping) else type(turn).__name__
-            raise DataError(f"{place}: found {found}, expected {role_key} and {content_key}")
-        role = turn[role_key]
-        if not isinstance(role, str) or role not in ROLES:
-            raise DataError(f"{place}: found the role {role!r}, expected one of {', '.join(ROLES)}; drop the row")
-        messages.append({"role": ROLES[role], "content": text_value(turn.get(content_key), f"{place}: {content_key}")})
-    _check_alternation([message["role"] for message in messages], source)
-    return tuple(messages)
-
-
-def _check_alternation(roles: list[str], source: str) -> None:
-    body = roles[1:] if roles[0] == "system" else roles
-    wanted = ["user" if i % 2 == 0 else "assistant" for i in range(max(1, len(body)))]
-    if body != wanted:
-        raise DataError(
-            f"{source}: roles do not alternate: found {', '.join(roles)}, expected user, assistant, user, ... after an "
-            "optional system message; merge or drop the turns"
-        )
+    raise DataError(f"{source}: found the keys {keys(row)}, expected {EXPECTED}; rename the fields")
 
 
 def _parse_pair(row: Row, source: str) -> Conversation:
@@ -315,29 +291,10 @@ def _need(row: Row, names: tuple[str, ...], source: str) -> Any:
     for name in names:
         if name in row:
             return row[name]
-    raise DataError(f"{source}: found the keys {_keys(row)}, expected {' or '.join(names)}; set the entry's format")
-
-
-def text_value(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"{place}: found {_short(value)}, expected a string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: found a lone surrogate (\\ud800 to \\udfff), expected valid Unicode text") from error
-    return value
+    raise DataError(f"{source}: found the keys {keys(row)}, expected {' or '.join(names)}; set the entry's format")
 
 
 def _integers(value: Any, place: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-        raise DataError(f"{place}: found {_short(value)}, expected a list of integers >= 0")
+        raise DataError(f"{place}: found {short(value)}, expected a list of integers >= 0")
     return tuple(value)
-
-
-def _keys(row: Row) -> str:
-    return ", ".join(map(str, row)) or "(none)"
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

@@ -32,6 +32,8 @@ class FeatureSource(ABC):
     """Whether `read` does anything."""
     skipped: Collection[int] = ()
     """Indices of rows that the source knows to be unusable: their features are not finite."""
+    expected: Sequence[int] = ()
+    """Indices of the rows that will be asked for, in that order, where whoever asks knows them."""
 
     @abstractmethod
     def attach(self, batch: Batch) -> Batch:
@@ -61,18 +63,28 @@ class OnlineFeatures(FeatureSource):
     def attach(self, batch: Batch) -> Batch:
         n = self.target.num_layers
         states = self.target.hidden_states(batch.input_ids, batch.lengths, sorted({*self.layers, n}))
-        last, lse, argmax = states[n], None, None
-        if self._head is not None:
-            needed = next_supervised(batch.loss_mask).to(last.device)
-            lse, argmax = (placed(needed, values) for values in teacher_statistics(self._head, last[needed]))
-        features = [states[k].to(last.device, self.dtype) for k in self.layers]
-        return replace(
-            batch,
-            features=torch.cat(features, -1) if features else None,
-            last_hidden=last.to(self.dtype),
-            target_lse=lse,
-            target_argmax=argmax,
-        )
+        return with_states(batch, [states[k] for k in self.layers], states[n], self.dtype, self._head)
+
+
+@torch.no_grad()
+def with_states(
+    batch: Batch, features: Sequence[Tensor], last: Tensor, dtype: torch.dtype, head: TargetHead | None
+) -> Batch:
+    """The batch with the target's hidden states in `dtype`: features hs[k] [B, T, Ht] each, side by side, and `last`
+    hs[n]. With a head also its statistics, of `last` as it is given, where they are asked for.
+    """
+    lse = argmax = None
+    if head is not None:
+        needed = next_supervised(batch.loss_mask).to(last.device)
+        lse, argmax = (placed(needed, values) for values in teacher_statistics(head, last[needed]))
+    aside = [states.to(last.device, dtype) for states in features]
+    return replace(
+        batch,
+        features=torch.cat(aside, -1) if aside else None,
+        last_hidden=last.to(dtype),
+        target_lse=lse,
+        target_argmax=argmax,
+    )
 
 
 def next_supervised(loss_mask: Tensor) -> Tensor:

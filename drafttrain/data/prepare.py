@@ -13,21 +13,24 @@ from pathlib import Path
 
 import datasets
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drafttrain.data.batching import row_name
 from drafttrain.data.chat import Encoded, audit, encode, prompt_ids
+from drafttrain.data.chat_messages import RowError
+from drafttrain.data.chat_template import AnyChat, Chat, chat_facts
 from drafttrain.data.conversations import Conversation, DataError, load_conversations
 from drafttrain.data.coverage import coverage_lines, coverage_table
 from drafttrain.data.features import FeatureSource, channel_statistics
-from drafttrain.data.files import replace_folder, write_beside, write_json
+from drafttrain.data.files import is_full, replace_folder, write_beside, write_json
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.regenerate import regenerate
 from drafttrain.data.run_folder import RunFolder
 from drafttrain.data.sources import (
     finite_samples,
     open_source,
-    row_name,
     rows_digest,
     store_key,
     write_features,
@@ -89,11 +92,26 @@ def feature_layers(recipe: Recipe, target: Target) -> list[int]:
 
 def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print, confirmed: bool = False) -> Prepared:
     """Bring the run's prepared/ folder up to date and return it; confirmed: also where the features take much of the
-    disk. Raises DataError where the data cannot be trained on, DraftError for a small model that cannot be built.
+    disk. Raises DataError where the data cannot be trained on or the disk is full, DraftError for a small model that
+    cannot be built.
     """
+    try:
+        return _prepare(recipe, run, target, say, confirmed)
+    except (OSError, SafetensorError) as error:
+        if not is_full(error):
+            raise
+        raise DataError(
+            f"{run.prepared} could not be written ({error}). What is whole in it stays. Mend: free some space, then "
+            "run the same command to go on."
+        ) from error
+
+
+def _prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say, confirmed: bool) -> Prepared:
     if recipe.method == "kd" and not (run.prepared / "manifest.json").exists():
         check_student(recipe.draft, target)
     run.prepared.mkdir(parents=True, exist_ok=True)
+    for leftover in run.prepared.glob(".*.tmp"):  # Of a process that was killed.
+        leftover.unlink()
     manifest = _manifest(recipe, run, target)
     brought = None
     if _goes_on(recipe):
@@ -107,7 +125,7 @@ def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print, co
             rows[split] = _rows(split, entries, recipe, run, target, manifest, say)
             _check_budget(rows[split], recipe.training.max_tokens_per_batch)
     # Before anything that follows from the rows, so that nothing of it can be stale after an interruption.
-    write_json(run.prepared / "manifest.json", manifest)
+    _write_manifest(run, manifest)
     vocab = _vocab(recipe, run, target, rows, manifest, brought, say)
     digests = {split: (rows_digest(rows[split]), len(rows[split])) for split in rows}
     sources = _sources(recipe, run, target, layers, rows, digests, say, confirmed)
@@ -116,8 +134,15 @@ def prepare(recipe: Recipe, run: RunFolder, target: Target, say: Say = print, co
     measured = layers and not _goes_on(recipe)
     statistics = _statistics(run, target, sources["train"], rows["train"], layers) if measured else {}
     kept = _kept_layers(recipe, target, rows["train"], manifest, say)
-    write_json(run.prepared / "manifest.json", manifest)
+    _write_manifest(run, manifest)
     return Prepared(run.prepared, manifest, rows, vocab, statistics, layers, kept, digests)
+
+
+def _write_manifest(run: RunFolder, manifest: dict) -> None:
+    """Where it is another: the processes of a launch that come here behind the first one write nothing."""
+    path = run.prepared / "manifest.json"
+    if not path.exists() or json.loads(path.read_text()) != json.loads(json.dumps(manifest)):
+        write_json(path, manifest)
 
 
 def load_prepared(recipe: Recipe, run: RunFolder, target: Target) -> Prepared:
@@ -150,8 +175,10 @@ def _check_budget(rows: list[dict], budget: int) -> None:
 def _manifest(recipe: Recipe, run: RunFolder, target: Target) -> dict:
     """What the folder was prepared from; another target or other data settings need a fresh folder."""
     path = run.prepared / "manifest.json"
-    asked = {"server", "model", "concurrency"}  # Who answered stands in regenerated-*.jsonl.
+    asked = {"server", "model", "concurrency", "endpoint"}  # Who answered stands in regenerated-*.jsonl.
     settings = recipe.data.model_dump(mode="json", exclude={"test": True, "regenerate": asked})
+    if not recipe.data.chat_template_kwargs:
+        del settings["chat_template_kwargs"]
     entries = [*recipe.data.train, *recipe.data.validation]
     files = {
         entry.path: content_mark(Path(entry.path)) for entry in entries if entry.path and Path(entry.path).exists()
@@ -171,7 +198,7 @@ def _manifest(recipe: Recipe, run: RunFolder, target: Target) -> dict:
             f"{run.prepared} was prepared for {found.get('target')} with other data, tokenizer, template or settings; "
             "give another --output, or remove the folder"
         )
-    return {**made_of, "audit": {}, "coverage": {}}
+    return {**made_of, "chat": chat_facts(target.tokenizer, Chat.of(recipe)), "audit": {}, "coverage": {}}
 
 
 def content_mark(path: Path) -> str:
@@ -193,7 +220,7 @@ def content_mark(path: Path) -> str:
 def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manifest: dict, say: Say) -> list[dict]:
     folder = run.prepared / split
     if split not in manifest["audit"] or not folder.exists():
-        conversations = load_conversations(entries, recipe.data.seed)
+        conversations = load_conversations(entries, recipe.data.seed, f"data.{split}")
         settings = recipe.data.regenerate
         if settings is not None and split in settings.splits:
             encoded = _regenerate(split, conversations, recipe, run, target, say)
@@ -205,7 +232,11 @@ def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manife
         dataset = datasets.Dataset.from_list(kept)
         replace_folder(folder, lambda path: dataset.save_to_disk(path))
     facts = manifest["audit"][split]
-    dropped = "".join(f"; dropped {count}: {reason}" for reason, count in facts["dropped"].items())
+    first = facts.get("dropped_first", {})
+    dropped = "".join(
+        f"; dropped {count}: {reason}" + (f" (first {first[reason]})" if first.get(reason) else "")
+        for reason, count in facts["dropped"].items()
+    )
     say(
         f"{split}: {facts['conversations']} conversations, {facts['tokens']} tokens, "
         f"{facts['supervised_share']:.0%} supervised{dropped}"
@@ -220,7 +251,7 @@ def _encode(conversation: Conversation, recipe: Recipe, target: Target) -> Encod
     return encode(
         conversation,
         target.tokenizer,
-        chat=recipe.data.chat,
+        chat=Chat.of(recipe),
         max_length=recipe.data.max_length,
         stop_ids=target.stop_ids,
     )
@@ -233,7 +264,7 @@ def _regenerate(split, conversations, recipe: Recipe, run: RunFolder, target: Ta
             conversations,
             recipe.data.regenerate,
             run.prepared / f"regenerated-{split}.jsonl",
-            chat=recipe.data.chat,
+            chat=Chat.of(recipe),
             max_length=recipe.data.max_length,
             progress=lambda tokens, done: update(done, f"{tokens} tokens"),
             say=say,
@@ -323,13 +354,16 @@ def _statistics(run: RunFolder, target: Target, source: FeatureSource, rows: lis
     return load_file(path)
 
 
-def conversation_prompt(conversation: Conversation, target: Target, chat: str) -> list[int]:
-    """The token ids of a conversation up to the target's first answer. DataError for plain text, which has no
-    prompt.
+def conversation_prompt(conversation: Conversation, target: Target, chat: AnyChat) -> list[int]:
+    """The token ids of a conversation up to the target's first answer. DataError for plain text, which has no prompt;
+    RowError for one that the chat template refuses.
     """
+    if conversation.refused:
+        raise RowError(conversation.source, conversation.refused)
     if conversation.messages is not None:
         users = [i for i, message in enumerate(conversation.messages) if message["role"] == "user"]
-        return prompt_ids(conversation.messages[: users[0] + 1], target.tokenizer, chat)
+        asked = conversation.messages[: users[0] + 1]
+        return prompt_ids(asked, target.tokenizer, chat, conversation.tools, conversation.source)
     if conversation.prompt is not None:
         return prompt_ids([{"role": "user", "content": conversation.prompt}], target.tokenizer, chat)
     raise DataError(

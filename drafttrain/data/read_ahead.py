@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from drafttrain.data.batching import row_name
 from drafttrain.data.conversations import DataError
 from drafttrain.data.features import ATTACHED, FeatureSource, finite_rows, muted
-from drafttrain.data.sources import row_name
 from drafttrain.drafts.base import Batch
 
 DEPTH = 2

@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat import Encoded, encode
+from drafttrain.data.chat_template import Chat
 from drafttrain.data.conversations import Conversation, load_conversations
 from drafttrain.data.regenerate import regenerate
 from drafttrain.recipe import Recipe
@@ -28,8 +29,8 @@ FIRST_TOKENS = 12
 
 @dataclass
 class MaskReport:
-    """Of one split: conversations (all of them, or with regenerated answers those shown), kept ones and their tokens
-    and supervised tokens, `shown` conversations, and for each reason how many are dropped and the first of them.
+    """Of one split: conversations (all of them, or with regenerated answers those shown; a row each), kept ones, their
+    tokens and supervised tokens, `shown` conversations, and for each reason how many are dropped and the first of them.
     """
 
     split: str
@@ -78,7 +79,7 @@ def mask_report(recipe: Recipe, target: Target, count: int, split: str = "train"
             encode(
                 one,
                 target.tokenizer,
-                chat=recipe.data.chat,
+                chat=Chat.of(recipe),
                 max_length=recipe.data.max_length,
                 stop_ids=target.stop_ids,
             )
@@ -86,9 +87,10 @@ def mask_report(recipe: Recipe, target: Target, count: int, split: str = "train"
         ]
     kept = [one for one in encoded if one.dropped is None]
     dropped: dict[str, tuple[int, Encoded]] = {}
-    for one, conversation in zip(encoded, conversations, strict=True):
+    asked = {conversation.source: conversation for conversation in conversations}
+    for one in encoded:
         if one.dropped is not None:
-            number, first = dropped.get(one.dropped, (0, one if one.input_ids else _prompt(one, conversation, target)))
+            number, first = dropped.get(one.dropped, (0, one if one.input_ids else _prompt(one, asked, target)))
             dropped[one.dropped] = (number + 1, first)
     tokens, supervised = sum(len(one.input_ids) for one in kept), sum(sum(one.loss_mask) for one in kept)
     shown = [kept[i] for i in _spread(len(kept), count)]
@@ -97,7 +99,7 @@ def mask_report(recipe: Recipe, target: Target, count: int, split: str = "train"
 
 def _answered(recipe: Recipe, target: Target, conversations: list[Conversation]) -> list[Encoded]:
     with tempfile.TemporaryDirectory() as folder:
-        options = {"chat": recipe.data.chat, "max_length": recipe.data.max_length}
+        options = {"chat": Chat.of(recipe), "max_length": recipe.data.max_length}
         return regenerate(target, conversations, recipe.data.regenerate, Path(folder) / "answers.jsonl", **options)
 
 
@@ -106,9 +108,10 @@ def _spread(length: int, count: int) -> list[int]:
     return [i * length // count for i in range(count)]
 
 
-def _prompt(one: Encoded, conversation: Conversation, target: Target) -> Encoded:
+def _prompt(one: Encoded, asked: dict[str, Conversation], target: Target) -> Encoded:
     """What was asked, where nothing came back."""
-    text = conversation.prompt or " ".join(message["content"] for message in conversation.messages or ())
+    conversation = asked[one.source]
+    text = conversation.prompt or " ".join(message["content"] or "" for message in conversation.messages or ())
     return replace(one, input_ids=target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -1,5 +1,5 @@
-"""Where the features of a run come from, as its recipe says: the target, a store, both, or the target's likeliest
-words.
+"""Where the features of a run come from, as its recipe says: the target, a store (which it or a vLLM fills), both, or
+the target's likeliest words.
 """
 
 import hashlib
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from drafttrain.data.batching import row_name
 from drafttrain.data.conversations import DataError
 from drafttrain.data.features import DTYPES, FeatureSource, OnlineFeatures
 from drafttrain.data.progress import progress_bar
@@ -20,11 +21,12 @@ from drafttrain.data.store import (
     bytes_per_token,
     check_room,
     rows_listed,
+    rows_missing,
     rows_within,
-    tokens_missing,
     write_store,
 )
 from drafttrain.data.teacher_cache import TopKFeatures, TopKKey, write_topk
+from drafttrain.data.vllm_features import clear_files, open_vllm, spool_bytes
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target
 
@@ -49,11 +51,6 @@ def rows_digest(rows: Sequence[dict]) -> str:
     return digest.hexdigest()
 
 
-def row_name(row: dict) -> str:
-    """A prepared row for people: "train.jsonl:12", or its place among the rows."""
-    return row["source"] or f"row {row['index']}"
-
-
 def store_key(recipe: Recipe, target: Target, layers: list[int], split: str, digest: str) -> Key | None:
     """What the stored features of a split belong to; None where none are stored. Of likeliest words, validation stores
     none and asks the target itself: acceptance measured on those words would be too high.
@@ -61,7 +58,7 @@ def store_key(recipe: Recipe, target: Target, layers: list[int], split: str, dig
     features = recipe.features
     if features.source == "topk" and split == "train":
         return TopKKey(target.fingerprint, features.top_k, digest)
-    if features.source in ("store", "hybrid"):
+    if features.source in ("store", "hybrid", "vllm"):
         return StoreKey(target.fingerprint, tuple(layers), features.dtype, digest, needs_statistics(recipe))
     return None
 
@@ -101,10 +98,21 @@ def write_features(
     of = f" ({len(rows)} of {whole} samples; the target is asked for the others)" if room is not None else ""
     say(f"features: {tokens} tokens x {width} bytes = {tokens * width / GIB:.2f} GiB in {folder}{of}")
     most = MOST_GIB if room is None else math.inf  # Of max_gib the recipe's author has thought.
-    check_room(folder, tokens_missing(folder, key, rows) * width, confirmed, most)
+    missing = rows_missing(folder, key, rows)
+    lengths = [len(rows[index]["input_ids"]) for index in missing]
+    served = recipe.features.source == "vllm"
+    if served:
+        clear_files(recipe, folder)
+    beside = spool_bytes(recipe, target, layers, lengths) if served else 0
+    if beside and missing:
+        say(f"  and up to {beside / GIB:.2f} GiB on the way, in files that vLLM writes")
+    check_room(folder, sum(lengths) * width + beside, confirmed, most)
     with progress_bar(f"features ({folder.name})", tokens) as update:
         if isinstance(key, TopKKey):
             write_topk(folder, key, target, rows, recipe.features.batch_tokens, update)
+        elif served and missing:
+            with open_vllm(recipe, target, layers, rows, missing, folder, key.statistics, say) as source:
+                write_store(folder, key, source, rows, recipe.features.batch_tokens, update)
         else:
             online = online_source(recipe, target, layers)
             write_store(folder, key, online, rows, recipe.features.batch_tokens, update)

@@ -206,11 +206,16 @@ def check_room(folder: Path, size: int, confirmed: bool, most_gib: float = MOST_
         )
 
 
-def tokens_missing(folder: Path, key: Key, rows: Sequence[dict]) -> int:
-    """How many tokens `write_store` would still write. DataError for a store of something else."""
+def rows_missing(folder: Path, key: Key, rows: Sequence[dict]) -> list[int]:
+    """The rows that `write_store` would still write. DataError for a store of something else."""
     shards = (_read_manifest(folder, key) or {"shards": []})["shards"]
     parts = [part for number, part in enumerate(_parts(rows, shards)) if not _sound(folder, shards, number, key)]
-    return sum(len(rows[i]["input_ids"]) for part in parts for i in part)
+    return [i for part in parts for i in part]
+
+
+def tokens_missing(folder: Path, key: Key, rows: Sequence[dict]) -> int:
+    """How many tokens `write_store` would still write. DataError for a store of something else."""
+    return sum(len(rows[i]["input_ids"]) for i in rows_missing(folder, key, rows))
 
 
 def write_store(
@@ -236,11 +241,13 @@ def write_store(
     todo = [number for number in range(len(parts)) if not _sound(folder, shards, number, key)]
     tokens = sum(len(row["input_ids"]) for row in rows)
     tokens -= sum(len(rows[i]["input_ids"]) for number in todo for i in parts[number])
+    batches = {number: list(_length_batches(rows, parts[number], batch_tokens)) for number in todo}
+    source.expected = [i for number in todo for batch in batches[number] for i in batch]
     for number in todo:
         part = parts[number]
         found: dict[int, dict[str, Tensor]] = {}
         skipped = []
-        for batch_rows in _length_batches(rows, part, batch_tokens):
+        for batch_rows in batches[number]:
             batch = source.attach(Batch(**collate([rows[i] for i in batch_rows])))
             finite = finite_rows(batch).tolist()
             skipped += [row for row, sound in zip(batch_rows, finite, strict=True) if not sound]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from drafttrain.evaluate.report import command_line
 from drafttrain.evaluate.statistics import bootstrap_ratio, bootstrap_speedup, ngram_overlap
 from drafttrain.nn.sampling import Sampling
 from drafttrain.specdec.metrics import repeated_ngram_share
@@ -194,7 +195,7 @@ def engine_report(
         "interrupted": interruption is not None,
         "interruption": interruption,
         "provenance": {
-            "command": " ".join(sys.argv),
+            "command": command_line(sys.argv),
             "versions": {"drafttrain": version("drafttrain"), str(engine["name"]): engine.get("version")},
             "recipe": {},
         },

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from drafttrain.data.chat_template import Chat
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
 from drafttrain.drafts.medusa_config import MedusaConfig
 from drafttrain.evaluate.engine_settings import VLLM_METHODS
 from drafttrain.evaluate.engines import ROOM, EngineDraft, EngineError, evaluate_server, evaluate_vllm
 from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
-from drafttrain.evaluate.run import gather_prompts, load_prompts, samplings_of
+from drafttrain.evaluate.run import gather_prompts, load_prompts, samplings_of, with_chat
 from drafttrain.evaluate.runner import Prompt
 from drafttrain.nn.sampling import Sampling
 from drafttrain.recipe import EvaluationConfig, Recipe
@@ -52,17 +53,17 @@ def evaluate_served(
     """
     kind = draft_method(find_draft(source))
     reader = _Reader(str(tokenizer_of), load_tokenizer(str(tokenizer_of)))
-    chat = recipe.data.chat if recipe else "auto"
+    chat = Chat.of(recipe)
     if recipe and recipe.data.test and not settings.prompts:
         name = "test"
-        prompts = load_prompts(recipe.data.test, reader, chat, settings.num_prompts, settings.seed)
+        prompts = load_prompts(recipe.data.test, reader, chat, settings.num_prompts, settings.seed, say)
     else:
         name = settings.prompts or "builtin"
         rows = load_prompt_set(name, settings.num_prompts, settings.seed)
         prompts = [Prompt(tuple(prompt_tokens(row, reader, chat)), row.category, row.id) for row in rows]
     say(f"asking {url}: {len(prompts)} prompts, {settings.concurrency[0]} at a time, stop tokens ignored")
     with progress_bar("asking", len(prompts) * (2 if baseline_url else 1)) as update:
-        return evaluate_server(
+        report = evaluate_server(
             url,
             prompts,
             baseline_url=baseline_url,
@@ -77,6 +78,7 @@ def evaluate_served(
             name=name,
             progress=update,
         )
+    return with_chat(report, reader.tokenizer, recipe, [source])
 
 
 def evaluate_in_vllm(
@@ -122,7 +124,7 @@ def evaluate_in_vllm(
     count = 1 + len(drafts) * len(ks)
     say(f"vLLM: {len(prompts)} prompts x {count} configurations, a process for each, stop tokens ignored")
     with progress_bar("asking", len(prompts) * count) as update:
-        return evaluate_vllm(
+        report = evaluate_vllm(
             python,
             target.folder or target.name,
             drafts,
@@ -139,6 +141,7 @@ def evaluate_in_vllm(
             training_rows=training_rows,
             progress=update,
         )
+    return with_chat(report, target.tokenizer, recipe, [source])
 
 
 def _of_heads(folder: Path, ks: Sequence[int], sampling: Sampling, say: Callable[[str], None]) -> list[int]:

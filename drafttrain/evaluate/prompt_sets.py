@@ -11,7 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.data.chat import ChatMode, prompt_ids, use_template
+from drafttrain.data.chat import prompt_ids
+from drafttrain.data.chat_answers import answer_message
+from drafttrain.data.chat_messages import Message
+from drafttrain.data.chat_template import AnyChat, use_template
 from drafttrain.data.conversations import Conversation, DataError, Row, parse_row, read_entry, text_value
 from drafttrain.evaluate.long_context import long_prompts
 from drafttrain.evaluate.report import EvaluationError
@@ -41,14 +44,15 @@ class PromptRow:
 
     id: unique in the set; category: what it is reported under; messages: the conversation up to the first answer that
     the target gives; text: what to go on with where no chat template is used (the only form when messages is None);
-    turns: the user's later turns, still to come.
+    turns: the user's later turns, still to come; tools: what the target is offered to call.
     """
 
     id: str
     category: str | None
-    messages: tuple[dict[str, str], ...] | None
+    messages: tuple[Message, ...] | None
     text: str | None
     turns: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] | None = None
 
 
 def load_prompt_set(
@@ -76,10 +80,10 @@ def load_prompt_set(
 
 
 def prompt_tokens(
-    row: PromptRow, target: Target, chat: ChatMode, answers: Sequence[str] | Sequence[list[int]] = ()
+    row: PromptRow, target: Target, chat: AnyChat, answers: Sequence[str | list[int] | Message] = ()
 ) -> list[int]:
-    """The token ids that the target answers at turn len(answers) + 1 of `row`, after the `answers` (text, or ids) to
-    the turns before.
+    """The token ids that the target answers at turn len(answers) + 1 of `row`, after the `answers` (text, ids or
+    messages) to the turns before.
 
     Through the chat template where there is one and `chat` is not "none"; otherwise plain text, turns and answers
     joined by blank lines, with BOS where the tokenizer adds it. Raises DataError naming the row where the template is
@@ -87,15 +91,16 @@ def prompt_tokens(
     """
     assert len(answers) <= len(row.turns), f"{len(answers)} answers to a row of {len(row.turns) + 1} turns"
     tokenizer = _tokenizer(target)
-    said = [a if isinstance(a, str) else tokenizer.decode(a, skip_special_tokens=True) for a in answers]
-    later = [part for pair in zip(said, row.turns, strict=False) for part in pair]
-    roles = ["assistant", "user"] * len(said)
+    heard = [_message(answer, target) for answer in answers]
     try:
         if row.messages is not None and use_template(tokenizer, chat):
-            messages = [{"role": role, "content": text} for role, text in zip(roles, later, strict=True)]
-            ids = prompt_ids([*row.messages, *messages], tokenizer, chat)
+            messages = list(row.messages)
+            for answer, turn in zip(heard, row.turns, strict=False):
+                messages += [answer, {"role": "user", "content": turn}]
+            ids = prompt_ids(messages, tokenizer, chat, row.tools)
         else:
-            first = [m["content"] for m in row.messages or ()] if row.text is None else [row.text]
+            first = [m["content"] or "" for m in row.messages or ()] if row.text is None else [row.text]
+            later = [part for answer, turn in zip(heard, row.turns, strict=False) for part in (answer["content"], turn)]
             whole = "\n\n".join(part for part in [*first, *later] if part)
             ids = prompt_ids([{"role": "user", "content": whole}], tokenizer, "none")
     except DataError as error:
@@ -106,21 +111,29 @@ def prompt_tokens(
 
 
 def expand_turns(
-    rows: Sequence[PromptRow], target: Target, chat: ChatMode, answer: Callable[[list[int]], str]
+    rows: Sequence[PromptRow], target: Target, chat: AnyChat, answer: Callable[[list[int]], str | list[int]]
 ) -> list[tuple[PromptRow, int, list[int]]]:
     """(row, turn counted from 1, token ids to answer) for every turn of every row, in order.
 
-    `answer` gives the target's own answer to token ids; it is called once for each turn that another one follows.
+    `answer` gives the target's own answer to token ids, as text or ids; it is called once for each turn that another
+    one follows.
     """
     entries = []
     for row in rows:
-        answers: list[str] = []
+        answers: list[Any] = []
         for turn in range(1, len(row.turns) + 2):
             ids = prompt_tokens(row, target, chat, answers)
             entries.append((row, turn, ids))
             if turn <= len(row.turns):
-                answers.append(answer(ids))
+                heard = answer(ids)
+                answers.append(heard if isinstance(heard, str) else _message(heard, target, ids))
     return entries
+
+
+def _message(answer: str | list[int] | Message, target: Target, prompt: Sequence[int] = ()) -> Message:
+    if isinstance(answer, list):
+        return answer_message(answer, _tokenizer(target), prompt, target.stop_ids)
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def _tokenizer(target: Target) -> PreTrainedTokenizerBase:
@@ -252,14 +265,18 @@ def _from_conversation(conversation: Conversation, name: str, category: str | No
         return PromptRow(name, category, ({"role": "user", "content": said},), None)
     if conversation.messages is None:
         raise DataError(f"{source}: found input_ids, expected text: turns, messages, prompt or text")
-    messages = conversation.messages
+    if conversation.refused:
+        raise DataError(f"{source}: found {conversation.refused}, expected text; drop the row")
+    messages, tools = conversation.messages, conversation.tools
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     for i in users:
         _said(messages[i]["content"], f"{source}: message {i + 1}")
-    if users[-1] == len(messages) - 1:
-        return PromptRow(name, category, messages, None)
+    if messages[-1]["role"] in ("user", "tool"):
+        return PromptRow(name, category, messages, None, tools=tools)
     later = tuple(messages[i]["content"] for i in users[1:])
-    return PromptRow(name, category, messages[: users[0] + 1], None, later)
+    if conversation.uses_tools:
+        later = ()  # What the target's own calls would return is not known.
+    return PromptRow(name, category, messages[: users[0] + 1], None, later, tools)
 
 
 def _turns(turns: Any, source: str) -> list[str]:

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -49,6 +50,11 @@ def check_writable(folder: Path) -> None:
             part.rmdir()
     except OSError as error:
         raise _unwritable(folder, error) from error
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as a report names it: with its --api-key hidden."""
+    return re.sub(r"(--api-key[= ])\S+", r"\1HIDDEN", " ".join(arguments))
 
 
 def write_report(

@@ -44,7 +44,7 @@ SECTION_KEYS = {
     "device": ("name", "dtype", "threads", "capture", "peak_memory_bytes"),
     "prompts": ("name", "count", "requested", "max_new_tokens", "train_overlap", "repeated_8gram_share"),
     "engine": ("name", "version"),
-    "provenance": ("command", "versions", "recipe"),
+    "provenance": ("command", "versions", "recipe", "chat"),
 }
 TOP_KEYS = ("interrupted", "interruption", "notes", "break_even", "comparisons", "tune")
 

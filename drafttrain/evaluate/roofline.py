@@ -22,11 +22,14 @@ class RooflineError(UserError):
 
 @dataclass(frozen=True)
 class Device:
-    """bandwidth: memory, bytes/s; flops: dense bf16 matrix products with fp32 accumulation, FLOP/s."""
+    """bandwidth: memory, bytes/s; flops: dense bf16 matrix products with fp32 accumulation, FLOP/s; memory: bytes, None
+    where that is not known.
+    """
 
     name: str
     bandwidth: float
     flops: float
+    memory: float | None = None
 
     def ridge(self, weight_bytes: float = 2.0) -> float:
         """n* tokens in a forward: from there on it is bound by compute. F / BW for weights of 2 bytes."""
@@ -38,12 +41,12 @@ class Device:
 DEVICES = {
     device.name: device
     for device in (
-        Device("A100", 2.039e12, 312e12),  # A100 80GB SXM data sheet, 2021
-        Device("H100", 3.35e12, 989e12),  # H100 SXM data sheet (1,979 with sparsity), 2023
-        Device("H200", 4.8e12, 989e12),  # H200 SXM data sheet, 2024
-        Device("B200", 8.0e12, 2250e12),  # HGX B200: Blackwell architecture brief (4,500 with sparsity), 2024
-        Device("L40S", 0.864e12, 362e12),  # L40S data sheet (733 with sparsity), 2023
-        Device("4090", 1.008e12, 165.2e12),  # Ada architecture white paper, RTX 4090: bf16 with fp32 accumulate
+        Device("A100", 2.039e12, 312e12, 80e9),  # A100 80GB SXM data sheet, 2021
+        Device("H100", 3.35e12, 989e12, 80e9),  # H100 SXM data sheet (1,979 with sparsity), 2023
+        Device("H200", 4.8e12, 989e12, 141e9),  # H200 SXM data sheet, 2024
+        Device("B200", 8.0e12, 2250e12, 180e9),  # HGX B200: Blackwell architecture brief (4,500 with sparsity), 2024
+        Device("L40S", 0.864e12, 362e12, 48e9),  # L40S data sheet (733 with sparsity), 2023
+        Device("4090", 1.008e12, 165.2e12, 24e9),  # Ada architecture white paper, RTX 4090: bf16 with fp32 accumulate
     )
 }
 
@@ -221,7 +224,7 @@ def eagle3_shapes(config: Eagle3Config) -> tuple[ModelShape, ModelShape]:
     first = qkv + H  # What the first layer has more: a second input and its norm.
     step = layers * layer + first + H + config.draft_vocab_size * H
     kv = ((2 * kv_heads * width, config.sliding_window),) * layers
-    fuse = (H + config.fc_norm) * len(config.feature_layers) * config.target_hidden_size
+    fuse = (H + config.fc_norm + config.norm_before_fc) * len(config.feature_layers) * config.target_hidden_size
     return ModelShape(step, kv=kv), ModelShape(step + fuse, kv=kv)
 
 

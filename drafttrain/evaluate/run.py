@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from drafttrain.data.chat_messages import RowError
+from drafttrain.data.chat_template import AnyChat, Chat, chat_facts
 from drafttrain.data.conversations import load_conversations
 from drafttrain.data.prepare import conversation_prompt
 from drafttrain.data.progress import progress_bar
 from drafttrain.data.run_folder import RunFolder
-from drafttrain.drafts.base import Draft, Proposer, tuned_facts
+from drafttrain.drafts.base import Draft, Proposer, read_facts, tuned_facts
 from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.loading import find_draft, load_draft
 from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
@@ -28,24 +30,48 @@ from drafttrain.specdec.verify import Synthetic, Typical
 from drafttrain.target import Target
 
 
-def load_prompts(entries: Sequence[DataEntry], target: Target, chat: str, count: int, seed: int) -> list[Prompt]:
-    """The first `count` prompts of data entries: each conversation up to the target's first answer."""
-    conversations = load_conversations(entries, seed)[:count]
-    return [Prompt(tuple(conversation_prompt(one, target, chat))) for one in conversations]
+def load_prompts(
+    entries: Sequence[DataEntry],
+    target: Target,
+    chat: AnyChat,
+    count: int,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> list[Prompt]:
+    """The first `count` prompts of data entries: each conversation up to the target's first answer. Those that the chat
+    template refuses are left out and counted; DataError where it refuses all of them.
+    """
+    prompts, refused = [], []
+    for one in load_conversations(entries, seed)[:count]:
+        try:
+            prompts.append(Prompt(tuple(conversation_prompt(one, target, chat))))
+        except RowError as error:
+            refused.append(error)
+    if refused and not prompts:
+        raise refused[0]
+    if refused:
+        say(f"left out: {len(refused)} prompts, the first: {refused[0]}")
+    return prompts
 
 
 def named_prompts(
-    name: str, target: Target, chat: str, count: int, seed: int, max_new_tokens: int, say: Callable[[str], None] = print
+    name: str,
+    target: Target,
+    chat: AnyChat,
+    count: int,
+    seed: int,
+    max_new_tokens: int,
+    say: Callable[[str], None] = print,
 ) -> list[Prompt]:
     """Prompts of a named set or a file (evaluate/prompt_sets.py), one for each turn. A later turn sees the target's own
     greedy answer to the earlier ones. Those that leave no room for max_new_tokens are left out, and named.
     """
     room = target.max_positions - max_new_tokens + 1
 
-    def answer(ids: list[int]) -> str:
+    def answer(ids: list[int]) -> list[int]:
         if len(ids) > room:
-            return ""  # The later turns are longer still, and left out with this one.
-        return generate(target, [ids], max_new_tokens=max_new_tokens).generations[0].text or ""
+            return []  # The later turns are longer still, and left out with this one.
+        return generate(target, [ids], max_new_tokens=max_new_tokens).generations[0].tokens
 
     entries = expand_turns(load_prompt_set(name, count, seed), target, chat, answer)
     long = [f"{row.id} ({len(ids)} tokens)" for row, _, ids in entries if len(ids) > room]
@@ -58,7 +84,7 @@ def gather_prompts(
     settings: EvaluationConfig, recipe: Recipe | None, target: Target, say: Callable[[str], None] = print
 ) -> tuple[str, list[Prompt]]:
     """(name, prompts): evaluation.prompts, else the recipe's data.test, else the built-in set."""
-    chat = recipe.data.chat if recipe else "auto"
+    chat = Chat.of(recipe)
     if settings.prompts or not (recipe and recipe.data.test):
         name = settings.prompts or "builtin"
         count, seed = settings.num_prompts, settings.seed
@@ -66,7 +92,7 @@ def gather_prompts(
         path = Path(name).expanduser()
         return (path.resolve().stem if path.exists() else name.replace(":", "-").replace(",", "-")), prompts
     entries = recipe.data.test
-    prompts = load_prompts(entries, target, chat, settings.num_prompts, settings.seed)
+    prompts = load_prompts(entries, target, chat, settings.num_prompts, settings.seed, say)
     return Path(entries[0].path or entries[0].dataset).stem, prompts
 
 
@@ -178,7 +204,7 @@ def evaluate_draft(
     if acceptance is not None:
         make = partial(draft.proposer, target)
         candidates.append(Candidate(draft.method, draft.method, make, True, str(source), acceptance=acceptance))
-    report = _measure(target, candidates, settings, recipe, training_rows, False, say)
+    report = _measure(target, candidates, settings, recipe, training_rows, False, say, [source])
     tuned = tuned_facts(find_draft(source))
     if tuned:
         report["target"] |= {"name": f"{tuned['tuned_from']}, tuned with its Medusa heads", **tuned}
@@ -198,7 +224,7 @@ def compare_drafts(
     candidates = [NGRAM] if settings.ngram else []
     for label, source in sources.items():
         candidates += draft_candidates(label, load_draft(source, target), source, target, settings)
-    return _measure(target, candidates, settings, recipe, training_rows, True, say)
+    return _measure(target, candidates, settings, recipe, training_rows, True, say, list(sources.values()))
 
 
 def labels_of(sources: Sequence[str]) -> dict[str, str]:
@@ -216,7 +242,29 @@ def labels_of(sources: Sequence[str]) -> dict[str, str]:
     return {source: source for source in sources}
 
 
-def _measure(target, candidates, settings: EvaluationConfig, recipe, training_rows, compare: bool, say) -> dict:
+def asked_otherwise(sources: Sequence[str | Path], chat: Chat) -> list[str]:
+    """A note for each draft that was trained with other switches of the chat template than it is measured with."""
+    notes = []
+    for source in sources:
+        path = find_draft(source) / "drafttrain.json"
+        trained = read_facts(path).get("chat_template_kwargs", {}) if path.exists() else {}
+        if path.exists() and trained != chat.switches:
+            here = f"prompts are asked with {dict(chat.switches) or 'none'}"
+            notes.append(f"{source} was trained with chat_template_kwargs {trained or 'none'}; {here}")
+    return notes
+
+
+def with_chat(report: dict[str, Any], tokenizer, recipe: Recipe | None, sources: Sequence[str | Path]) -> dict:
+    """The report, saying how prompts were asked and which drafts were trained otherwise."""
+    chat = Chat.of(recipe)
+    notes = asked_otherwise(sources, chat)
+    report["provenance"]["chat"] = chat_facts(tokenizer, chat)
+    return {**report, "notes": [*report.get("notes", []), *notes]} if notes else report
+
+
+def _measure(
+    target, candidates, settings: EvaluationConfig, recipe, training_rows, compare: bool, say, sources
+) -> dict[str, Any]:
     name, prompts = gather_prompts(settings, recipe, target, say)
     samplings = samplings_of(settings)
     if any(isinstance(c.tree, DynamicTree) for c in candidates) and any(s.draws_drafts for s in samplings):
@@ -224,8 +272,10 @@ def _measure(target, candidates, settings: EvaluationConfig, recipe, training_ro
     count = len(configurations(candidates, settings.k, samplings)) * settings.repeats
     total = sum(count * -(-len(prompts) // rows) for rows in set(settings.concurrency))
     say(f"evaluating {len(prompts)} prompts x {count * len(set(settings.concurrency))} configurations, interleaved")
+    for note in asked_otherwise(sources, Chat.of(recipe)):
+        say(f"note: {note}")
     with progress_bar("evaluating", total) as update:
-        return evaluate(
+        report = evaluate(
             target,
             candidates,
             prompts,
@@ -241,6 +291,7 @@ def _measure(target, candidates, settings: EvaluationConfig, recipe, training_ro
             compare=compare,
             progress=update,
         )
+    return with_chat(report, target.tokenizer, recipe, sources)
 
 
 def _untrained(draft: Draft, folder: Path, target: Target, settings: EvaluationConfig) -> Candidate:

@@ -17,7 +17,7 @@ from drafttrain.drafts.base import Draft, Proposer
 from drafttrain.drafts.ngram import NgramProposer
 from drafttrain.evaluate.compare import comparisons
 from drafttrain.evaluate.cost import break_even
-from drafttrain.evaluate.report import EvaluationError
+from drafttrain.evaluate.report import EvaluationError, command_line
 from drafttrain.evaluate.statistics import ngram_overlap
 from drafttrain.evaluate.summary import Results, summarise
 from drafttrain.nn.sampling import Sampling
@@ -152,7 +152,7 @@ def evaluate(
         "certificate": certify(logits) if certificate else {},
         "interrupted": interrupted,
         **({"notes": [f"not measured: {', '.join(left_out)} at more requests at a time"]} if left_out else {}),
-        "provenance": {"command": " ".join(sys.argv), "versions": _versions(), "recipe": dict(recipe or {})},
+        "provenance": {"command": command_line(sys.argv), "versions": _versions(), "recipe": dict(recipe or {})},
     }
 
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from drafttrain.data.chat_template import Chat
 from drafttrain.data.conversations import DataError
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import find_draft, load_draft
@@ -331,13 +332,13 @@ def tuning_prompts(
     data.test or the built-in set. Calibration: the given file or set, or data.validation; without either, or where
     that holds no prompts, every second of the prompts to measure.
     """
-    chat, count = recipe.data.chat if recipe else "auto", settings.num_prompts
+    chat, count = Chat.of(recipe), settings.num_prompts
     other: list[Prompt] = []
     if calibration is not None:
         other = named_prompts(str(calibration), target, chat, count, settings.seed, settings.max_new_tokens, say)
     elif recipe and recipe.data.validation and not settings.prompts:
         try:
-            other = load_prompts(recipe.data.validation, target, chat, count, settings.seed)
+            other = load_prompts(recipe.data.validation, target, chat, count, settings.seed, say)
         except DataError as error:
             say(f"data.validation holds no prompts ({error}); calibrating on every second test prompt")
     alone = not other

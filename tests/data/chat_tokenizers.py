@@ -57,26 +57,28 @@ LLAMA2 = (
 )
 
 
-def make_tokenizer(template=None, *, adds_bos=True, merges=0, trim_offsets=True):
-    """Byte-level BPE; without merges token i+2 is the i-th byte of the alphabet. Specials come first, from 0."""
+def make_tokenizer(
+    template=None, *, adds_bos=True, merges=0, trim_offsets=True, specials=SPECIALS, bos="<bos>", eos="</s>"
+):
+    """Byte-level BPE without merges: a token a byte, behind the special tokens, which come first, from 0."""
     base = Tokenizer(models.BPE(unk_token=None))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        special_tokens=SPECIALS,
+        special_tokens=list(specials),
         initial_alphabet=BYTES,
-        vocab_size=len(SPECIALS) + len(BYTES) + merges,
+        vocab_size=len(specials) + len(BYTES) + merges,
         show_progress=False,
     )
     base.train_from_iterator(CORPUS if merges else [], trainer)
     base.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     trim = processors.ByteLevel(trim_offsets=trim_offsets)
     if adds_bos:
-        bos = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", SPECIALS.index("<bos>"))])
-        base.post_processor = processors.Sequence([trim, bos])
+        first = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, specials.index(bos))])
+        base.post_processor = processors.Sequence([trim, first])
     else:
         base.post_processor = trim
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, bos_token="<bos>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, bos_token=bos, eos_token=eos)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -84,10 +86,11 @@ def make_tokenizer(template=None, *, adds_bos=True, merges=0, trim_offsets=True)
 def by_hand(tokenizer, *runs):
     """Ids and mask of alternating unsupervised and supervised text, one special, think tag or byte at a time."""
     ids, mask = [], []
+    whole_words = [added.content for added in tokenizer.added_tokens_decoder.values()]
     alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for i, text in enumerate(runs):
         while text:
-            whole = next((s for s in (*SPECIALS, "<think>", "</think>") if text.startswith(s)), text[0])
+            whole = next((word for word in whole_words if text.startswith(word)), text[0])
             pieces = [whole] if len(whole) > 1 else list(alphabet.pre_tokenize_str(whole)[0][0])
             ids += [tokenizer.get_vocab()[piece] for piece in pieces]
             mask += [i % 2] * len(pieces)

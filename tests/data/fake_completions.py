@@ -32,6 +32,7 @@ class FakeCompletions:
     change: Callable[[dict], dict] = lambda choice: choice
     models: Any = None
     bodies: list[dict] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     headers: list[dict] = field(default_factory=list)
     running: int = 0
     most: int = 0
@@ -75,6 +76,7 @@ class _Handler(QuietHandler):
         with fake.lock:
             number = len(fake.bodies)
             fake.bodies.append(body)
+            fake.paths.append(self.path)
             fake.headers.append(dict(self.headers))
             fake.running += 1
             fake.most = max(fake.most, fake.running)

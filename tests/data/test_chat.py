@@ -272,6 +272,7 @@ def test_audit_counts():
     assert found == {
         "conversations": 3,
         "dropped": {NOTHING: 1},
+        "dropped_first": {NOTHING: "f.jsonl:1"},
         "tokens": tokens,
         "supervised_tokens": 3,
         "supervised_share": 3 / tokens,
@@ -325,20 +326,33 @@ def test_prompt_without_template():
         (None, "auto", talk("a", "b"), "f.jsonl:1: .*the tokenizer has none"),
         (None, "template", Conversation(prompt="a", completion="b", source="p:2"), "p:2: .*the tokenizer has none"),
         (CHATML, "none", talk("a", "b"), "f.jsonl:1: .*data.chat is none"),
-        (
-            "{{ raise_exception('no system role') }}",
-            "auto",
-            talk("a", "b"),
-            r"f.jsonl:1: .*refuses .*\(no system role\)",
-        ),
-        ("{% for m in messages %}{{ m.role }}: ...\n{% endfor %}", "auto", talk("a", "b"), "message 2 0 times"),
-        (CHATML + "{{ messages[-1].content }}", "auto", talk("a", "b"), "message 2 2 times"),
-        ("{{ messages[0].content | length }}" + CHATML, "auto", talk("a", "b"), "f.jsonl:1: cannot tell the answers"),
     ],
 )
 def test_errors_name_row_and_mend(template, chat, conversation, message):
     with pytest.raises(DataError, match=message):
         run(conversation, make_tokenizer(template), chat=chat)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ raise_exception('no system role') }}", "the chat template refuses the conversation (no system role)"),
+        ("{{ messages[0].parts[0] }}", "the chat template refuses the conversation ('dict object' has no attribute"),
+        ("{{ messages[0].content + 1 }}", "the chat template refuses the conversation (can only concatenate str"),
+        ("{% for m in messages %}{{ m.role }}: ...\n{% endfor %}", "the chat template renders an answer 0 times"),
+        (CHATML + "{{ messages[-1].content }}", "the chat template renders an answer 2 times"),
+        ("{{ messages[0].content | length }}" + CHATML, "cannot tell the answers from the template's own text"),
+    ],
+)
+def test_a_row_that_the_template_does_not_take_is_dropped_with_a_reason_and_named(template, reason):
+    tokenizer = make_tokenizer(template)
+    found = run(talk("a", "b"), tokenizer)
+    assert found.dropped.startswith(reason) and (found.input_ids, found.loss_mask) == ([], [])
+    kept = run(Conversation(input_ids=(1, 2), source="f:2"), tokenizer)
+    facts = audit([kept, found, found], tokenizer)
+    assert facts["dropped"] == {found.dropped: 2} and facts["dropped_first"] == {found.dropped: "f.jsonl:1"}
+    with pytest.raises(DataError, match="every token is masked: 1 of 1 rows are dropped: .*such as f.jsonl:1"):
+        audit([found], tokenizer)
 
 
 # Any contents.

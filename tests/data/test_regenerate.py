@@ -358,10 +358,12 @@ def test_an_empty_prompt_is_named(tmp_path):
         )
 
 
-def test_a_template_that_refuses_names_the_row(tmp_path):
-    tokenizer = make_tokenizer("{{ raise_exception('no system role') }}")
-    with pytest.raises(DataError, match="f.jsonl:1: .*no system role"):
-        run(random_target(tokenizer), [talk("a", system="s")], tmp_path / "r.jsonl")
+def test_a_row_that_the_template_refuses_is_dropped_and_the_others_are_answered(tmp_path):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    target = table_target(make_tokenizer(refuses + CHATML), ("Ċ", "H", "<|im_end|>"))
+    found = run(target, [talk("a", system="s"), talk("a")], tmp_path / "r.jsonl")
+    assert [one.dropped for one in found] == ["the chat template refuses the conversation (no system role)", None]
+    assert (found[0].input_ids, found[0].source, sum(found[1].loss_mask)) == ([], "f.jsonl:1", 2)
 
 
 def test_continuation_needs_the_answer_in_the_text():

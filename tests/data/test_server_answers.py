@@ -261,7 +261,7 @@ def test_text_that_the_tokenizer_does_not_give_back_is_dropped(text, kept) -> No
     words = make_words()  # Its decoder puts no space between words, and <unk> for those it does not know.
     target = table_target(words, ("w1", "w3", "<eos>"))
     server = module.AnswerServer(None, "m", 99, RegenerateConfig(), target, "none")
-    found = server._tokens_of(text, {"finish_reason": "stop"}, {})
+    found = server._tokens_of(text, {"finish_reason": "stop"})
     assert found == ([words.get_vocab()["w3"], words.eos_token_id] if kept else None)
 
 

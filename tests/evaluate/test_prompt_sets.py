@@ -164,7 +164,7 @@ def test_row_forms(write, row, expected):
         ({"turns": ["\ud800"]}, "turn 1: found a lone surrogate"),
         ({"prompt": ""}, "prompt: found nothing but white space"),
         ({"messages": [{"role": "user", "content": ""}]}, "message 1: found nothing but white space"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "message 1: found the role 'tool'"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "message 1: found the role 'narrator'"),
         ({"category": "code", "body": "x"}, "found the keys category, body, expected turns, messages, prompt or text"),
         ({"input_ids": [1, 2]}, "found the keys input_ids, expected turns"),
         ({"turns": ["a"], "category": 3}, "found the category 3, expected a string"),
