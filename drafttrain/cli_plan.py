@@ -1,4 +1,8 @@
-"""The verb `plan`: nothing but argument handling; cli.py registers it."""
+"""The verb `plan`: nothing but argument handling; cli.py registers it.
+
+A recipe gets what its training costs; a target or a kd recipe, and whoever gives options of sizes, the sizes of small
+drafts.
+"""
 
 import json
 import shlex
@@ -12,7 +16,17 @@ from drafttrain.cli_common import AsJson, OptionError, console_for, say_for
 Source = Annotated[
     str, typer.Argument(help="A recipe, a run folder, or a target: folder, hub id, .gguf.", metavar="TARGET|RECIPE")
 ]
-Sizes = Annotated[str | None, typer.Option(help="Sizes to plan, e.g. pruned:6,fresh:128x4. Default: a range of them.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Of a recipe: dotted overrides, e.g. training.ttt_steps=3.", metavar="KEY=VALUE"),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option(
+        help="Sizes to plan, e.g. pruned:6,fresh:128x4. Default: a range of them, for a target or a kd recipe; for "
+        "other recipes, and with none, the cost alone."
+    ),
+]
 Accepted = Annotated[
     list[str] | None,
     typer.Option(
@@ -35,6 +49,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     source: Source,
+    overrides: Overrides = None,
     sizes: Sizes = None,
     acceptance: Accepted = None,
     k: Ks = None,
@@ -55,21 +70,37 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(help="report.json of that draft: its acceptance, and what to compare with.")
     ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Cost: tokens of training data, in place of counting.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Cost: processes, one a device. Default: 1.", min=1)] = None,
+    utilisation: Annotated[
+        float | None, typer.Option(help="Cost: share of the device's peak that is reached. Default: .35, CPUs .5.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Cost: the run's folder, whose disk must have room.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Name the size of small draft with the best predicted speedup: costs measured here, or from a device's roofline,
-    acceptance assumed. With --draft: predict a trained one.
+    """Say what training a recipe costs: parameters, memory of a process, storage, FLOPs, device hours, published
+    acceptance, what does not fit. For a kd recipe or a target, name the size of small draft with the best predicted
+    speedup too: costs measured here, or from a device's roofline, acceptance assumed. With --draft: predict a trained
+    one.
 
-    Example: drafttrain plan google/gemma-3-270m --acceptance .6 --sizes pruned:6,fresh:160x2
+    Example: drafttrain plan recipes/qwen3/eagle3-qwen3-8b.yaml --device H100 --processes 8
     """
     from drafttrain.recipe import TargetConfig
 
-    recipe, settings = _open(source)
+    recipe, settings = _open(source, overrides)
     ks = _numbers(k, int, "--k")
     given = _acceptance(acceptance)
+    of_cost = {"--tokens": tokens, "--processes": processes, "--utilisation": utilisation, "--output": output}
     if draft is not None or report is not None:
-        refused = {"--sizes": sizes, "--device": device, "--draft-vocab": draft_vocab}
+        refused = {"--sizes": sizes, "--device": device, "--draft-vocab": draft_vocab, **of_cost}
         _student(source, settings, recipe, draft, report, given, ks, refused, concurrency, context or 128, as_json)
+        return
+    cost = _cost(recipe, device, tokens, processes, utilisation, output) if recipe is not None else None
+    wrong = [flag for flag, value in of_cost.items() if value is not None and cost is None]
+    if wrong:
+        raise OptionError(f"{', '.join(wrong)} given for a target alone; expected a recipe, which says what is trained")
+    if not _asks_for_sizes(recipe, sizes, given, ks):
+        _show([], cost, None, None, as_json)
         return
     if recipe is not None and recipe.method == "kd" and draft_vocab is None:
         draft_vocab = recipe.data.draft_vocab
@@ -80,10 +111,26 @@ def plan(
         plans = _devices(settings, sizes, device, options, context or 1024, layer_time)
     else:
         plans = [_measured(settings, sizes, options, context or 128, say_for(as_json))]
-    _show(plans, _train_arguments(source, recipe), reset_keys(recipe) if recipe else None, as_json)
+    _show(plans, cost, _train_arguments(source, recipe), reset_keys(recipe) if recipe else None, as_json)
 
 
-def _open(source: str):
+def _asks_for_sizes(recipe, sizes: str | None, given: dict | None, ks: list[int] | None) -> bool:
+    """Whether sizes of small drafts are planned: not with `--sizes none`; for a recipe of another method only where an
+    option of theirs is given.
+    """
+    if sizes == "none":
+        return False
+    return recipe is None or recipe.method == "kd" or any(value is not None for value in (sizes, given, ks))
+
+
+def _cost(recipe, device, tokens, processes, utilisation, output) -> dict:
+    from drafttrain.plan_cost import plan_cost
+
+    options = {"tokens": tokens, "processes": processes or 1, "utilisation": utilisation, "output": output}
+    return plan_cost(recipe, device=device, **options)
+
+
+def _open(source: str, overrides: list[str] | None = None):
     """(recipe or None, settings of the target)."""
     from drafttrain.data.run_folder import RunFolder
     from drafttrain.recipe import TargetConfig, load_recipe
@@ -91,9 +138,11 @@ def _open(source: str):
     path = Path(source)
     run = RunFolder(path)
     if path.suffix in (".yaml", ".yml"):
-        recipe = load_recipe(path)
+        recipe = load_recipe(path, overrides or ())
     elif run.recipe_file.exists():
-        recipe = run.recipe()
+        recipe = load_recipe(run.recipe_file, overrides or ())
+    elif overrides:
+        raise OptionError(f"{overrides[0]} is given for {source}, which is no recipe; expected a recipe before it")
     else:
         return None, TargetConfig(name_or_path=source)
     return recipe, recipe.target
@@ -167,7 +216,9 @@ def _devices(
     config = config_of(settings)
     chosen = _sizes(sizes, config)
     layer_seconds = None if layer_time is None else layer_time * 1e-6
-    options |= {"context": context, "layer_seconds": layer_seconds, "name": path.stem if path.exists() else name}
+    if path.exists():
+        name = path.stem if path.suffix == ".gguf" else path.name
+    options |= {"context": context, "layer_seconds": layer_seconds, "name": name}
     return [plan_device(config, chosen, device.strip(), **options) for device in names.split(",")]
 
 
@@ -185,14 +236,21 @@ def _measured(settings, sizes: str | None, options: dict, context: int, say) -> 
         return plan_sizes(target, chosen, context=context, progress=update, **options)
 
 
-def _show(plans: list[dict], recipe: str | None, reset: dict[str, str] | None, as_json: bool) -> None:
+def _show(
+    plans: list[dict], cost: dict | None, recipe: str | None, reset: dict[str, str] | None, as_json: bool
+) -> None:
+    from drafttrain.plan_cost_print import next_step, print_cost
     from drafttrain.plan_print import advice, print_plan
 
     if as_json:
-        print(json.dumps({"plans": plans}))
+        print(json.dumps({**({} if cost is None else {"cost": cost}), "plans": plans}))
     else:
+        if cost is not None:
+            print_cost(cost, console_for())
         for found in plans:
             print_plan(found, console_for())
+    if cost is not None and not plans:
+        say_for(as_json)(next_step(cost))
     for found in plans:
         say_for(as_json)(advice(found, recipe, reset))
 
@@ -208,7 +266,9 @@ def _student(source, settings, recipe, draft, report, given, ks, refused, concur
     wrong += ["--acceptance", "--k"] if report is not None and (given or ks) else []
     named = [label for label in given or {} if label]
     if wrong:
-        raise OptionError(f"{', '.join(wrong)} given for a trained draft; its report, or its folder, says that")
+        raise OptionError(
+            f"{', '.join(wrong)} given for a trained draft, whose report or folder says that. Mend: leave it out"
+        )
     if draft is None and recipe is None:
         raise OptionError("--report needs the draft it is about. Mend: --draft FOLDER, or a run folder as the target")
     if named:

@@ -158,7 +158,7 @@ def check_size(size: Size, config: PretrainedConfig) -> None:
 
 
 @dataclass(frozen=True)
-class _Outline:
+class Outline:
     """What a student's config takes from a target whose weights need not be at hand."""
 
     config: PretrainedConfig
@@ -179,7 +179,7 @@ class _Outline:
 def student_config(size: Size, config: PretrainedConfig) -> PretrainedConfig:
     """The config that a draft of this size is trained with. DraftError for a width that has no heads to divide into."""
     if size.kind == "fresh":
-        return fresh_config(DraftConfig(**size.settings()), _Outline(config))
+        return fresh_config(DraftConfig(**size.settings()), Outline(config))
     small, values = copy.deepcopy(config), config.to_dict()
     for name in LAYER_LISTS:
         if values.get(name) is not None:
