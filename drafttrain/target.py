@@ -33,6 +33,7 @@ from drafttrain.target_files import (
     read_tokenizer,
 )
 from drafttrain.target_head import TargetHead, first_value, logit_shape
+from drafttrain.target_support import ATTENTION, KNOWN, check_supported
 
 __all__ = [
     "Target",
@@ -48,7 +49,15 @@ __all__ = [
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<|return|>")
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon")
+UNSCALED_ROPES = ("default", "proportional")
+"""proportional: Gemma 4 turns only some channels of its wide heads; a draft has heads of its own and turns all."""
+ROPE_KEYS = (
+    *("rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor"),
+)
+"""Of a target's rope_parameters, what scales rotary positions; Ministral 3 keeps other settings there too."""
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -163,10 +172,8 @@ class Target:
         parameters = parameters.get("full_attention", parameters)
         if "rope_theta" not in parameters:
             raise TargetError(f"{self.name}: config.json gives no rope_theta. Expected a target with rotary positions.")
-        scaling = {
-            key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")
-        }
-        plain = scaling.get("rope_type", "default") == "default"
+        scaling = {key: value for key, value in parameters.items() if key in ROPE_KEYS}
+        plain = scaling.get("rope_type", "default") in UNSCALED_ROPES
         return {"rope_theta": parameters["rope_theta"], "rope_scaling": None if plain else scaling}
 
     @contextmanager
@@ -232,11 +239,12 @@ class Target:
         self.check_positions(int((cache.lengths + reach).max()))  # Padding of a long row may reach further.
         positions = cache.begin(tokens.shape[1])
         if depth is None:
-            masks = self.masks(lambda window: visible(positions.to(self.device), cache.key_count, window))
+            masks = self.masks(lambda **limits: visible(positions.to(self.device), cache.key_count, **limits))
         else:
             positions = cache.lengths[:, None] + depth
             committed, deep, family = (part.to(self.device) for part in (cache.lengths, depth, ancestors(parents)))
-            masks = self.masks(lambda window: visible_tree(committed, family, cache.key_count, window, deep))
+            masks = self.masks(lambda **limits: visible_tree(committed, family, cache.key_count, depth=deep, **limits))
+        self.check_scaling(positions, lengths, int(cache.lengths.max()))
         last = (torch.arange(len(tokens)), lengths - 1) if last_only else None
         outputs = self.forward(tokens.to(self.device), positions.to(self.device), masks, cache, layers, last)
         return TargetStep(tokens, positions, lengths, *outputs)
@@ -247,6 +255,26 @@ class Target:
             raise TargetError(
                 f"{needed} positions are needed, {self.name} takes {self.max_positions}. "
                 "Mend: shorten the prompts or lower max_new_tokens."
+            )
+
+    @property
+    def scaled_from(self) -> int | None:
+        """How many positions have one attention scale, where it grows with the position (Llama 4); None: everywhere."""
+        return self._values["floor_scale"] if self._values.get("attn_temperature_tuning") else None
+
+    def check_scaling(self, positions: Tensor, lengths: Tensor, longest: int) -> None:
+        """TargetError where transformers would scale a row's attention otherwise than by its own positions: it counts
+        them behind the longest row's `longest` entries, for all rows alike.
+        """
+        if self.scaled_from is None:
+            return
+        counted = longest + torch.arange(positions.shape[1])
+        other = (positions + 1) // self.scaled_from != (counted + 1) // self.scaled_from
+        if (other & (torch.arange(positions.shape[1]) < lengths[:, None])).any():
+            raise TargetError(
+                f"{self.name} scales its attention by position, in steps of {self.scaled_from}, and rows of this batch "
+                "lie in different steps. Expected rows of one step. Mend: one request at a time (--concurrency 1, no "
+                f"tree), or prompts and answers of less than {self.scaled_from} tokens together."
             )
 
     def forward(
@@ -268,22 +296,27 @@ class Target:
     def _full_head(self) -> TargetHead:
         return self.head()
 
-    def masks(self, make: Callable[[int | None], Tensor]) -> Tensor | dict[str, Tensor]:
+    def masks(self, make: Callable[..., Tensor]) -> Tensor | dict[str, Tensor]:
         """Prepared 4-D masks in the form the model takes: one for each layer type, or a single one; make: the bool mask
-        of a sliding window (None: full attention)."""
+        of full attention, or of `window=` or `chunk=` so many positions."""
         window = self._values.get("sliding_window")
         kinds = set(
             self._values.get("layer_types") or (["full_attention"] if window is None else ["sliding_attention"])
         )
-        unknown = kinds - {"full_attention", "sliding_attention"}
+        unknown = kinds - set(ATTENTION)
         if unknown:
             raise TargetError(
-                f"{self.name} has layers of type {', '.join(sorted(unknown))}. Decoding here expects full or sliding "
-                "attention. Mend: evaluate this target in a serving engine."
+                f"{self.name} has layers of type {', '.join(sorted(unknown))}. Decoding here expects {KNOWN}. "
+                "Mend: evaluate this target in a serving engine."
             )
+        limits = {
+            "full_attention": {},
+            "sliding_attention": {"window": window},
+            "chunked_attention": {"chunk": self._values.get("attention_chunk_size")},
+        }
         masks = {}
         for kind in kinds:
-            mask = make(window if kind == "sliding_attention" else None)
+            mask = make(**limits[kind])
             masks[kind] = mask if self.config._attn_implementation == "sdpa" else additive(mask, self.dtype)
         return masks if len(masks) > 1 else masks.popitem()[1]
 
@@ -357,6 +390,7 @@ def load_target(
     chosen = choose_device(device)
     folder = find_folder(name_or_path, gguf_file, revision, trust_remote_code)
     config = read_config(str(folder), trust_remote_code)
+    check_supported(config, name_or_path)
     tokenizer = read_tokenizer(str(folder), trust_remote_code)
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     options = {key: value for key, value in options.items() if value is not None}

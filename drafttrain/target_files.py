@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, StrictDataclassError
 from rich.console import Console
 from safetensors import SafetensorError
 from transformers import (
@@ -57,7 +57,7 @@ TOKENIZER_FILES = (
 HUB_SMALL_FILES = ["*.json", "*.py", "*.model", "*.jinja", "*.txt"]
 HUB_FILES = [*HUB_SMALL_FILES, "*.safetensors"]
 HUB_EXTRAS = ["original/*", "consolidated*", "onnx/*"]
-LOADING_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+LOADING_ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError, StrictDataclassError)
 GGUF_ERRORS = (*LOADING_ERRORS, struct.error, IndexError)
 
 

@@ -53,11 +53,15 @@ class TargetHead:
 
 
 def logit_shape(values: dict) -> tuple[float | None, float | None]:
-    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's divisor."""
+    """(softcap, scale) that a text config asks for: Gemma's soft-cap, Cohere's factor, Granite's and MiniCPM3's
+    divisor.
+    """
     softcap = values.get("final_logit_softcapping") or values.get("logits_soft_cap")
     scale = values.get("logit_scale") or values.get("lm_head_multiplier")
     if values.get("logits_scaling"):
         scale = 1.0 / values["logits_scaling"]
+    if values.get("dim_model_base"):
+        scale = values["dim_model_base"] / values["hidden_size"]
     return softcap, None if scale == 1.0 else scale
 
 

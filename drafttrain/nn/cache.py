@@ -137,26 +137,33 @@ class RaggedCache(Cache):
         return len(self._keys)
 
 
-def visible(positions: Tensor, key_count: int, window: int | None = None) -> Tensor:
-    """Causal mask bool [B, 1, N, key_count]: key j is visible to a query at position i iff j <= i (and i - j <
-    window).
+def visible(positions: Tensor, key_count: int, window: int | None = None, chunk: int | None = None) -> Tensor:
+    """Causal mask bool [B, 1, N, key_count]: key j is visible to a query at position i iff j <= i (and i - j < window;
+    and j lies in the same chunk of so many positions as i, Llama 4's chunked attention).
     """
     keys = torch.arange(key_count, device=positions.device)
     query = positions[:, None, :, None]
     mask = keys <= query
     if window is not None:
         mask &= query - keys < window
+    if chunk is not None:
+        mask &= query // chunk == keys // chunk
     return mask
 
 
 def visible_tree(
-    lengths: Tensor, family: Tensor, key_count: int, window: int | None = None, depth: Tensor | None = None
+    lengths: Tensor,
+    family: Tensor,
+    key_count: int,
+    window: int | None = None,
+    depth: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """The mask bool [B, 1, Q, key_count] of the last Q of n new entries that form a tree behind `lengths` [B] committed
     ones.
 
-    family bool [B, Q, n]: which new entries each query sees (nn/tree.py). window: as in `visible`, by positions; it
-    needs depth int64 [B, n], an entry's position less the length.
+    family bool [B, Q, n]: which new entries each query sees (nn/tree.py). window, chunk: as in `visible`, by
+    positions; they need depth int64 [B, n], an entry's position less the length.
     """
     count = family.shape[2]
     keys = torch.arange(key_count, device=lengths.device)
@@ -164,10 +171,14 @@ def visible_tree(
     new = slot.clamp(0, count - 1)
     seen = family.gather(2, new[:, None, :].expand(-1, family.shape[1], -1))
     mask = torch.where(((slot >= 0) & (slot < count))[:, None], seen, (slot < 0)[:, None])
+    if window is None and chunk is None:
+        return mask[:, None]
+    positions = torch.where(slot < 0, keys, lengths[:, None] + depth.gather(1, new))[:, None, :]
+    query = (lengths[:, None] + depth[:, count - family.shape[1] :])[:, :, None]
     if window is not None:
-        positions = torch.where(slot < 0, keys, lengths[:, None] + depth.gather(1, new))
-        query = lengths[:, None] + depth[:, count - family.shape[1] :]
-        mask &= query[:, :, None] - positions[:, None, :] < window
+        mask &= query - positions < window
+    if chunk is not None:
+        mask &= query // chunk == positions // chunk
     return mask[:, None]
 
 

@@ -35,6 +35,8 @@ def capture_note(target: Target) -> str:
     if model._can_set_experts_implementation() and target.config._experts_implementation == "eager":
         return "none: the target's experts run one by one"
     ropes = target.config.to_dict().get("rope_parameters") or {}
+    if target.scaled_from is not None:
+        return "none: the target scales its attention by a number of tokens that transformers counts as it runs"
     if "dynamic" in {ropes.get("rope_type"), *(v.get("rope_type") for v in ropes.values() if isinstance(v, dict))}:
         return "none: the target's rotary positions change with the length"
     return CAPTURED
@@ -150,9 +152,9 @@ class StaticSteps:
             slots = committed[:, None] + ahead
             if tree:
                 positions = committed[:, None] + depth
-                masks = target.masks(lambda window: visible_tree(committed, family, columns, window, depth))
+                masks = target.masks(lambda **limits: visible_tree(committed, family, columns, depth=depth, **limits))
             else:
-                positions, masks = slots, target.masks(lambda window: visible(slots, columns, window))
+                positions, masks = slots, target.masks(lambda **limits: visible(slots, columns, **limits))
             cache.open(slots, columns)
             return target.forward(tokens, positions, masks, cache, layers)
 

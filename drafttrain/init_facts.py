@@ -1,0 +1,201 @@
+"""What `drafttrain init` knows about a target: its config, from a hub id, a folder, a GGUF file or a config.json, and
+the sizes that follow from it. No weights are read or downloaded.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from drafttrain.errors import UserError
+from drafttrain.target import find_decoder
+from drafttrain.target_files import GGUF_ERRORS, LOADING_ERRORS, TargetError, find_folder, loading_error, read_config
+from drafttrain.target_support import unsupported
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ROUTED = ("num_experts_per_tok", "moe_k", "top_k_experts")
+STORED = {"fp8": 1.0, "mxfp4": 0.54, "gptq": 0.56, "awq": 0.56, "bitsandbytes": 0.56, "compressed-tensors": 1.0}
+"""Bytes of a weight by quant_method, scales included, taken to hold for all weights."""
+
+
+class InitError(UserError):
+    """A target, or a target and method, that no recipe can be written for: what was found, and the mend."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A target in numbers. config: of the text model; family: model_type of the whole; wrapper: the multimodal class
+    around it, or None. inner: the MLP's width; experts, routed: of each layer and how many a token uses (0: dense).
+    parameters: all, vision included; active: those a token is multiplied with; template: its chat template, None where
+    it is not at hand.
+    """
+
+    name: str
+    config: PretrainedConfig
+    family: str
+    wrapper: str | None
+    layers: int
+    width: int
+    vocab: int
+    positions: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int | None
+    experts: int
+    routed: int
+    parameters: int
+    active: int
+    quantised: str | None
+    template: str | None
+
+    @property
+    def title(self) -> str:
+        """The name for people: a hub id as it is, of a local path the last part."""
+        return Path(self.name).name if Path(self.name).is_absolute() else self.name
+
+    @property
+    def kind(self) -> str:
+        """model_type of the text model."""
+        return self.config.model_type
+
+    @property
+    def latent(self) -> bool:
+        """Whether its attention is latent (MLA, DeepSeek)."""
+        return bool(self.config.to_dict().get("kv_lora_rank"))
+
+    @property
+    def weight_bytes(self) -> float:
+        """As stored, or in bf16."""
+        return self.parameters * (STORED.get(self.quantised, 2.0) if self.quantised else 2.0)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token, bf16, windows not counted off."""
+        values = self.config.to_dict()
+        if self.latent:
+            return 2 * self.layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
+        return 2 * self.layers * 2 * self.kv_heads * self.head_dim
+
+
+def read_facts(source: str, name: str | None = None) -> Facts:
+    """The facts of a hub id, a folder, a .gguf file or a config.json; name: what the recipe calls the target.
+
+    TargetError for what cannot be read, InitError for an architecture that cannot be a target.
+    """
+    config, folder = _open(source)
+    path = Path(source).expanduser()
+    if name is None and path.exists():  # Absolute: the recipe may lie anywhere.
+        path = path.resolve()
+        name = str(path.parent if path.is_file() and path.suffix != ".gguf" else path)
+    name = name or source
+    why = unsupported(config)
+    if why is not None:
+        raise InitError(f"{name}: model type {config.get_text_config(decoder=True).model_type!r} {why}")
+    return _facts(name, config, None if folder is None else _template(folder))
+
+
+def _open(source: str) -> tuple[PretrainedConfig, Path | None]:
+    """(config of the whole model, folder of its small files or None)."""
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(f"No GGUF file at {path}. Mend: check the path.")
+        try:
+            return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name), None
+        except GGUF_ERRORS as error:
+            raise loading_error(source, "the GGUF file's config", error) from error
+    if path.is_file():
+        return read_config(str(path), False), path.parent
+    folder = find_folder(source, None, None, False, weights=False)
+    return read_config(str(folder), False), folder
+
+
+def _template(folder: Path) -> str | None:
+    own, settings = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    if not settings.is_file():
+        return None
+    try:
+        found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError) as error:
+        raise TargetError(f"{settings} cannot be read ({error}). Mend: download it again.") from error
+    return found if isinstance(found, str) else None
+
+
+def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
+    text = config.get_text_config(decoder=True)
+    values = text.to_dict()
+    parameters, unread, wrapper = _count(name, config)
+    missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not values.get(key)]
+    missing += [] if values.get("max_position_embeddings") else ["max_position_embeddings"]
+    if missing:
+        raise InitError(f"{name}: config.json of type {text.model_type!r} does not give {', '.join(missing)}")
+    heads = values["num_attention_heads"]
+    experts = next((values[key] for key in EXPERTS if values.get(key)), 0) if unread else 0
+    routed = next((values[key] for key in ROUTED if values.get(key)), 0) if experts else 0
+    stored = config.to_dict().get("quantization_config") or {}
+    return Facts(
+        name=name,
+        config=text,
+        family=config.model_type,
+        wrapper=wrapper,
+        layers=values["num_hidden_layers"],
+        width=values["hidden_size"],
+        vocab=values["vocab_size"],
+        positions=values["max_position_embeddings"],
+        heads=heads,
+        kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        inner=values.get("intermediate_size"),
+        experts=experts,
+        routed=routed,
+        parameters=parameters,
+        active=parameters - round(unread * (1 - routed / experts)) if experts else parameters,
+        quantised=stored.get("quant_method"),
+        template=template,
+    )
+
+
+def bare_model(config: PretrainedConfig) -> PreTrainedModel:
+    """The model that the config describes, as Target would load it, without memory for its weights."""
+    loader = AutoModelForCausalLM
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        loader = AutoModelForImageTextToText
+    with torch.device("meta"), no_init_weights():
+        return loader.from_config(config)
+
+
+def _count(name: str, config: PretrainedConfig) -> tuple[int, int, str | None]:
+    """(parameters, those of experts, class of a multimodal wrapper or None), on a model without memory; InitError where
+    its decoder is laid out otherwise than Target reads it.
+    """
+    try:
+        model = bare_model(config)
+    except (*LOADING_ERRORS, TypeError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise InitError(
+            f"{name}: no model of type {config.model_type!r} can be built from config.json ({words})"
+        ) from error
+    try:
+        find_decoder(model)
+    except TargetError as error:
+        raise InitError(f"{name}: {str(error).partition(' Mend')[0]}") from error
+    sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    settings = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
+    tied = bool(settings.get("tie_word_embeddings")) and head.weight is not table.weight
+    experts = sum(count for key, count in sizes.items() if ".experts." in key)
+    whole = model.config.get_text_config(decoder=True) is model.config
+    return sum(sizes.values()) - tied * head.weight.numel(), experts, None if whole else type(model).__name__
