@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.data.conversations import DataError
 from drafttrain.data.files import write_beside
 
+STDLIB = Path(sysconfig.get_path("stdlib"))
 LEFT_OUT = {
     *("__pycache__", "dist-packages", "site-packages"),
     *("ensurepip", "idlelib", "lib2to3", "turtledemo", "test", "tests"),
@@ -44,9 +45,9 @@ def write_prompts(
     split. The same interpreter, tokenizer and seed give the same files. source: another folder of .py files than the
     standard library. Returns {split: {"prompts", "files"}}. DataError: the sources do not hold enough prompts.
     """
-    root = source or Path(sysconfig.get_path("stdlib"))
+    root = source or STDLIB
     rng = random.Random(seed)
-    files = list(_sources(root))
+    files = list(python_sources(root))
     rng.shuffle(files)
     folder.mkdir(parents=True, exist_ok=True)
     prompts = _Prompts(tokenizer, prompt_tokens, rng)
@@ -78,7 +79,7 @@ def _write(text: str, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _sources(root: Path) -> Iterator[tuple[str, str]]:
+def python_sources(root: Path = STDLIB) -> Iterator[tuple[str, str]]:
     """(relative name, text) of the files worth reading, in the order of their names."""
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)

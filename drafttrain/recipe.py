@@ -31,6 +31,7 @@ from drafttrain.recipe_sections import (
     TargetConfig,
     TrainingConfig,
     TreeConfig,
+    VllmConfig,
 )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "TargetConfig",
     "TrainingConfig",
     "TreeConfig",
+    "VllmConfig",
     "load_recipe",
     "override_recipe",
     "parse_evaluation",
@@ -261,6 +263,13 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
     def entry(item: DataEntry) -> DataEntry:
         return item if item.path is None else item.model_copy(update={"path": absolute(item.path)})
 
+    def features(section: FeaturesConfig) -> FeaturesConfig:
+        if section.vllm is None:
+            return section
+        paths = {name: getattr(section.vllm, name) for name in ("python", "folder")}
+        paths = {name: absolute(path) for name, path in paths.items() if path is not None}
+        return section.model_copy(update={"vllm": section.vllm.model_copy(update=paths)})
+
     data, draft, evaluation, target = recipe.data, recipe.draft, recipe.evaluation, recipe.target
     splits = {split: [entry(item) for item in getattr(data, split)] for split in get_args(SplitName)}
     return recipe.model_copy(
@@ -268,6 +277,7 @@ def _resolved(recipe: Recipe, folder: Path) -> Recipe:
             "target": target.model_copy(update={"name_or_path": name_or_path(target.name_or_path)}),
             "data": data.model_copy(update=splits),
             "draft": draft.model_copy(update={"init_from": name_or_path(draft.init_from)}),
+            "features": features(recipe.features),
             "evaluation": evaluation.model_copy(update={"prompts": name_or_path(evaluation.prompts)}),
         }
     )

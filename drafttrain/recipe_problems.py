@@ -19,6 +19,10 @@ _OTHER_NAMES = {
     "warmup_ratio": "use training.warmup_steps",
     "epochs": "use training.num_train_epochs",
     "lr": "use training.learning_rate",
+    "enable_thinking": "use data.chat_template_kwargs",
+    "thinking": "use data.chat_template_kwargs",
+    "reasoning_effort": "use data.chat_template_kwargs",
+    "chat_template": "use the target's own, with data.chat_template_kwargs, or put chat_template.jinja into its folder",
     "model": "use target",
     "model_name_or_path": "use target.name_or_path",
 }
@@ -69,6 +73,9 @@ def problem_lines(error: ValidationError, model: type[BaseModel]) -> Iterator[st
 def _expected(message: str) -> str:
     message = re.sub(r"^Input should be (greater|less)", r"expected a number \1", message)
     message = re.sub(r"^(Input|\w+) should (be|have)", r"expected", message)
+    message = message.replace(
+        "input was not a valid JSON value", "expected text (a date in quotes), a number or a list"
+    )
     message = message.replace("a valid string", "text (in quotes where it looks like a number)")
     return re.sub(r"(, unable to|, got a number with| after validation).*", "", message)
 

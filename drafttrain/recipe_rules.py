@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 SMALL_MODEL = ("student", "keep_layers", "choose_layers", "train_embeddings", "lora")
 MEDUSA = ("num_heads", "own_heads", "sequential", "tree_nodes")
-EAGLE3 = ("norm_before_residual", "fc_norm", "norm_output", "sliding_window")
+EAGLE3 = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "sliding_window")
 MEDUSA_2 = ("target_learning_rate", "anchor", "warmup_heads_steps")
 MEASURED = ("acceptance_steps", "acceptance_prompts", "acceptance_new_tokens", "acceptance_k")
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -28,6 +28,7 @@ UNSERVED = {
     "sglang": ONE_LAYOUT,
     "tensorrt-llm": ONE_LAYOUT,
     "llama.cpp": {
+        "norm_before_fc": "its converter has no name for that norm",
         "fc_norm": "it knows EAGLE-3 without",
         "norm_output": "it knows EAGLE-3 without",
         "num_hidden_layers": "it builds one layer",
@@ -52,6 +53,8 @@ def contradictions(recipe) -> Iterator[str]:
     if recipe.method != "medusa" or recipe.draft.lora is None:
         for name in _changed(recipe.training, MEDUSA_2):
             yield f"training.{name}: is for Medusa heads that tune the target; expected method medusa with draft.lora"
+    if recipe.training.gradient_checkpointing and recipe.method != "kd" and recipe.draft.lora is None:
+        yield "training.gradient_checkpointing: is for whole models; expected method kd, or medusa with draft.lora"
     yield from _selection(recipe)
     engine, served = recipe.export.engine, ENGINES.get(recipe.method)
     if served and engine not in served:

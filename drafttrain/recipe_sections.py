@@ -9,6 +9,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -25,6 +26,20 @@ def _printable(value: str) -> str:
     return value
 
 
+def _switches(value: dict[str, Any]) -> dict[str, Any]:
+    for name in value:
+        if name in PASSED or not name.isidentifier():
+            raise ValueError(f"found {name}, expected names of the chat template's own switches, as enable_thinking")
+    return value
+
+
+PASSED = (
+    *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens", "bos_token", "eos_token"),
+    *("raise_exception", "strftime_now"),
+)
+"""What is passed to a chat template or its renderer in any case, so that it is no switch."""
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -99,7 +114,8 @@ class RegenerateConfig(Section):
     """How the target answers the prompts itself before training; rows take the temperatures in turn.
 
     `server`: an OpenAI-compatible address (http://host:port/v1) that serves the target and answers in its place, as
-    `model` (None: the one it serves, which must have the target's name), `concurrency` requests at a time.
+    `model` (None: the one it serves, which must have the target's name), `concurrency` requests at a time. `endpoint`:
+    completions is asked with token ids; chat with messages, for servers that take nothing else.
     """
 
     max_new_tokens: Count = 512
@@ -112,10 +128,11 @@ class RegenerateConfig(Section):
     server: Text | None = None
     model: Text | None = None
     concurrency: Count = 32
+    endpoint: Literal["completions", "chat"] = "completions"
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> "RegenerateConfig":
-        unread = ("model", "concurrency") if self.server is None else ("batch_size",)
+        unread = ("model", "concurrency", "endpoint") if self.server is None else ("batch_size",)
         for name in unread:
             if getattr(self, name) != type(self).model_fields[name].default:
                 expected = "it beside server" if self.server is None else "concurrency, which counts for a server"
@@ -126,6 +143,9 @@ class RegenerateConfig(Section):
 class DataConfig(Section):
     """Conversations, their lengths in tokens, and the draft vocabulary.
 
+    `chat_template_kwargs`: switches of the target's chat template, such as {enable_thinking: false}; passed to it in
+    training and evaluation alike.
+
     `draft_vocab` null keeps the target's whole vocabulary, the default of method kd.
     """
 
@@ -134,9 +154,17 @@ class DataConfig(Section):
     test: list[DataEntry] = []
     max_length: Count = 2048
     chat: Literal["auto", "template", "none"] = "auto"
+    chat_template_kwargs: Annotated[dict[str, JsonValue], AfterValidator(_switches)] = {}
     regenerate: RegenerateConfig | None = None
     draft_vocab: Count | None = 32000
     seed: Natural = 0
+
+    @model_validator(mode="after")
+    def _read_switches(self) -> "DataConfig":
+        if self.chat_template_kwargs and self.chat == "none":
+            found = f"chat_template_kwargs {self.chat_template_kwargs} with chat none"
+            raise ValueError(f"found {found}, expected chat auto or template, or no chat_template_kwargs")
+        return self
 
 
 class LoraConfig(Section):
@@ -155,8 +183,9 @@ class DraftConfig(Section):
 
     EAGLE-3: `num_hidden_layers` (None: 1); `hidden_size`, with embeddings of the draft's own where it is not the
     target's, and `train_embeddings` for those of the same size; `sliding_window`: how many positions, its own included,
-    a row sees at most; EAGLE-3.1: `fc_norm` norms each feature before they are fused, `norm_output` feeds the normed
-    state to the next step. A draft of `init_from` keeps its own shape, feature layers and vocabulary.
+    a row sees at most; `norm_before_fc` norms the features before they are fused, all as one vector; EAGLE-3.1:
+    `fc_norm` norms each of them, `norm_output` feeds the normed state to the next step. A draft of `init_from` keeps
+    its own shape, feature layers and vocabulary.
 
     Medusa: `num_heads` (None: 4) of `num_hidden_layers` residual layers each (None: 1); `own_heads`: a vocabulary
     matrix for each instead of the target's; `sequential`: heads that read the tokens drafted before them;
@@ -183,6 +212,7 @@ class DraftConfig(Section):
     sequential: bool = False
     tree_nodes: Annotated[int, Field(ge=0, le=1024)] | None = None
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     sliding_window: Count | None = None
@@ -196,14 +226,54 @@ class DraftConfig(Section):
         return self
 
 
+class VllmConfig(Section):
+    """The vLLM that fills the store of features.source vllm, by its method extract_hidden_states.
+
+    Either it is started here: by the interpreter `python` (None: $DRAFTTRAIN_ENGINE_PYTHON, .venv-engines/bin/python)
+    on `tensor_parallel_size` GPUs, max_model_len None being the longest row; `options` are more arguments of vllm.LLM.
+    Or it is a `server` (http://host:port/v1) of the target as `model` (None: the one it serves, by its name), whose
+    connector writes to a folder that this machine sees as `folder`. For an engine started here `folder` may be chosen
+    (None: beside the store).
+
+    `concurrency`: rows asked at a time; up to twice as many files lie in the folder, each until it is read (or for
+    good: keep_files). `check_samples` rows are compared with the target's own features here first (0: none).
+    """
+
+    python: Text | None = None
+    tensor_parallel_size: Count = 1
+    gpu_memory_utilization: Share = 0.85
+    max_model_len: Count | None = None
+    options: dict[str, Any] = {}
+    server: Text | None = None
+    model: Text | None = None
+    folder: Text | None = None
+    concurrency: Count = 64
+    check_samples: Natural = 4
+    keep_files: bool = False
+
+    @model_validator(mode="after")
+    def _one_road(self) -> "VllmConfig":
+        started = ("python", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "options")
+        unread = ("model",) if self.server is None else started
+        for name in unread:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                expected = "it beside server" if self.server is None else "it without server, which has been started"
+                raise ValueError(f"found {name} {getattr(self, name)!r}, expected {expected}")
+        if self.server is not None and self.folder is None:
+            raise ValueError(f"found server {self.server!r} alone, expected the folder that its connector writes to")
+        return self
+
+
 class FeaturesConfig(Section):
     """Where the target's hidden states come from and which hs[k] the draft reads (None: [2, n//2, n-3]).
 
-    source: `online` (the target runs on each batch), `store` (read from the disk), `hybrid` (the first rows, as many as
-    fit into `max_gib` GiB, training rows before validation rows, are stored, the target runs on the others) or `topk`.
+    source: `online` (the target runs on each batch), `store` (read from the disk), `vllm` (a store that vLLM fills),
+    `hybrid` (the first rows, as many as fit into `max_gib` GiB, training rows before validation rows, are stored, the
+    target runs on the others) or `topk`.
     """
 
-    source: Literal["online", "store", "hybrid", "topk"] = "online"
+    source: Literal["online", "store", "hybrid", "topk", "vllm"] = "online"
+    vllm: VllmConfig | None = None
     max_gib: Positive | None = None
     top_k: Count = 64
     layers: Annotated[list[Natural], Field(min_length=1)] | None = None
@@ -222,6 +292,8 @@ class FeaturesConfig(Section):
         if (self.max_gib is None) == (self.source == "hybrid"):
             found = "no max_gib" if self.max_gib is None else f"max_gib {self.max_gib:g}"
             raise ValueError(f"found {found} with source {self.source}, expected max_gib with source hybrid alone")
+        if self.vllm is not None and self.source != "vllm":
+            raise ValueError(f"found vllm with source {self.source}, expected source vllm, or no vllm")
         return self
 
 
@@ -239,12 +311,17 @@ class OnPolicyConfig(Section):
 class TrainingConfig(Section):
     """Names and meanings of transformers.TrainingArguments, except the batch, which is counted in tokens.
 
-    `max_minutes` is wall-clock time, validation, measuring and saving included.
+    `max_minutes` is wall-clock time, validation, measuring and saving included. `gradient_checkpointing`: the layers of
+    a small model, or of the target under draft.lora, run again in the backward pass instead of keeping what they made.
 
     The draft that is kept is the best on validation: `select_by` acceptance, as measured in the evaluator's loop, or
     loss (None: acceptance; without data.validation the last draft is kept). Every `acceptance_steps` (None: eval_steps)
     and at the end `acceptance_prompts` are continued by `acceptance_new_tokens`, greedy, with `acceptance_k` drafts a
     round. `early_stopping_patience`: training ends after so many measurements in a row without gain.
+
+    A step is bad where its loss or gradient norm is not finite or above `spike_factor` times the running median (None:
+    spikes are no fault). Its batch is written into the run's bad_batches/, and `on_bad_step`: training stops there, or
+    the step is skipped, at most `max_skips` in a row.
 
     Medusa-2 (draft.lora): `target_learning_rate` of the adapters on the target (None: a tenth of learning_rate), after
     `warmup_heads_steps` in which the heads alone learn; `anchor`: weight of the KL to the unchanged target.
@@ -266,6 +343,7 @@ class TrainingConfig(Section):
     adam_beta2: Beta = 0.95
     max_grad_norm: NonNegative = 1.0
     bf16: bool = True
+    gradient_checkpointing: bool = False
     max_tokens_per_batch: Count = 16384
     gradient_accumulation_steps: Count = 1
     ttt_steps: Annotated[int, Field(ge=1, le=16)] = 7
@@ -275,6 +353,9 @@ class TrainingConfig(Section):
     lk_eta: NonNegative = 3.0
     temperature: Positive = 1.0
     on_policy: OnPolicyConfig | None = None
+    on_bad_step: Literal["stop", "skip"] = "stop"
+    spike_factor: Annotated[float, Field(gt=1)] | None = None
+    max_skips: Count = 5
     logging_steps: Count = 10
     eval_steps: Count = 500
     select_by: Literal["acceptance", "loss"] | None = None

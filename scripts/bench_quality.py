@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from drafttrain.cli import quiet_libraries, run_command
+from drafttrain.data.chat_template import Chat
 from drafttrain.data.files import write_json
 from drafttrain.data.prepare import Prepared, prepare
 from drafttrain.data.run_folder import RunError, RunFolder
@@ -219,8 +220,8 @@ def main(
     for one, recipe in recipes.items():
         run_variant(run_name(one, name), recipe, base, output, target)
     runs = {run_name(one, name): RunFolder(output / run_name(one, name)) for one in wanted}
-    held = load_prompts(first.data.validation, target, first.data.chat, CALIBRATION, 0)
-    prompts = load_prompts(first.data.test, target, first.data.chat, test_prompts, 0)
+    held = load_prompts(first.data.validation, target, Chat.of(first), CALIBRATION, 0)
+    prompts = load_prompts(first.data.test, target, Chat.of(first), test_prompts, 0)
     rows = [row["input_ids"] for row in prepared.rows["train"]]
     reports = measure(runs, target, held, prompts, ks, max_new_tokens, rows, output, name)
     console.print(table(reports))

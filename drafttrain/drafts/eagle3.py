@@ -38,8 +38,9 @@ class Eagle3Draft(Draft):
     fc at export); d2t int64 [Vd], target id = i + d2t[i]; t2d bool [V]. `embed_weight` [V, Ht] and `teacher` are the
     target's, not state.
 
-    With fc_norm the division comes behind the norms: before them it would change what they divide by, and no weight of
-    the exported form could make up for that, while behind them it is one factor a channel, as fc's columns are.
+    With norm_before_fc or fc_norm the division comes behind the norms: before them it would change what they divide
+    by, and no weight of the exported form could make up for that, while behind them it is one factor a channel, as
+    fc's columns are.
     """
 
     method = "eagle3"
@@ -51,6 +52,7 @@ class Eagle3Draft(Draft):
         self.draft_vocab_size = config.draft_vocab_size
         H, Ht, A, eps = config.hidden_size, config.target_hidden_size, len(config.feature_layers), config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, H) if config.own_embeddings else None
+        self.input_norm = RMSNorm(A * Ht, eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(Ht, eps) for _ in range(A)) if config.fc_norm else None
         self.fc = nn.Linear(A * Ht, H, bias=False)
         self.midlayer = Eagle3Layer(config)
@@ -113,8 +115,9 @@ class Eagle3Draft(Draft):
         """
         assert self.teacher is not None, "attach a target first"
         config = self.shape
-        features = len(config.feature_layers)
-        self.feature_rms.copy_(normed_rms(feature_rms, features) if config.fc_norm else feature_rms)
+        if config.fc_norm or config.norm_before_fc:
+            feature_rms = normed_rms(feature_rms, len(config.feature_layers) if config.fc_norm else 1)
+        self.feature_rms.copy_(feature_rms)
         passed, head, gain = first_head(self.teacher.weight, final_rms.to(self.d2t.device), config.hidden_size)
         self.lm_head.weight.copy_(head)
         nn.init.zeros_(self.fc.weight)
@@ -170,6 +173,8 @@ class Eagle3Draft(Draft):
     def fuse(self, features: Tensor) -> Tensor:
         """features [B, T, A*Ht] -> hidden [B, T, H]. Norms and division happen in fp32: some channels are huge."""
         wide = features.float()
+        if self.input_norm is not None:
+            wide = self.input_norm(wide)
         if self.fc_norm is not None:
             parts = wide.chunk(len(self.fc_norm), -1)
             wide = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)

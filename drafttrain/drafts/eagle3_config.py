@@ -30,10 +30,11 @@ SIZES = (
 class Eagle3Config:
     """Sizes of the draft; what belongs to the target (eps, RoPE, positions, vocabulary) comes from the target's config.
 
-    feature_layers: the hs[k] it reads, ascending. rope_scaling: None, or {"rope_type", ...}. EAGLE-3.1: fc_norm norms
-    each captured feature before fc, norm_output feeds the normed state on instead of the un-normed one. sliding_window:
-    how many positions, its own included, a row looks back at most. own_embeddings: a table [V, H] of the draft's own,
-    which config.json does not say: the tensor is there or not.
+    feature_layers: the hs[k] it reads, ascending. rope_scaling: None, or {"rope_type", ...}. norm_before_fc norms
+    the captured features before fc, all as one vector; EAGLE-3.1: fc_norm norms each of them, norm_output feeds the
+    normed state on instead of the un-normed one. sliding_window: how many positions, its own included, a row looks
+    back at most. own_embeddings: a table [V, H] of the draft's own, which config.json does not say: the tensor is
+    there or not.
     """
 
     hidden_size: int
@@ -51,6 +52,7 @@ class Eagle3Config:
     rope_scaling: dict | None = None
     norm_before_residual: bool = False
     num_hidden_layers: int = 1
+    norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     sliding_window: int | None = None
@@ -81,7 +83,7 @@ class Eagle3Config:
         cls, target: Target, draft: DraftConfig, feature_layers: list[int], draft_vocab_size: int
     ) -> "Eagle3Config":
         """The draft that fits a target: what the recipe's `draft` leaves open is the target's own."""
-        config = target.config
+        config, values = target.config, target.config.to_dict()  # Qwen3-VL's text config names no ends.
         heads = draft.num_attention_heads or config.num_attention_heads
         kv_heads = draft.num_key_value_heads or min(config.num_key_value_heads, heads)
         hidden_size = draft.hidden_size or target.hidden_size
@@ -99,12 +101,13 @@ class Eagle3Config:
             max_position_embeddings=target.max_positions,
             norm_before_residual=draft.norm_before_residual,
             num_hidden_layers=draft.num_hidden_layers or 1,
+            norm_before_fc=draft.norm_before_fc,
             fc_norm=draft.fc_norm,
             norm_output=draft.norm_output,
             sliding_window=draft.sliding_window,
             own_embeddings=hidden_size != target.hidden_size or draft.train_embeddings is True,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
+            bos_token_id=values.get("bos_token_id"),
+            eos_token_id=values.get("eos_token_id"),
             **target.rope(),
         )
 
@@ -139,7 +142,7 @@ class Eagle3Config:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
             "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": False,
+            "norm_before_fc": self.norm_before_fc,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
             "num_aux_hidden_states": len(self.feature_layers),
@@ -147,7 +150,7 @@ class Eagle3Config:
             "eagle_config": {
                 "use_aux_hidden_state": True,
                 "eagle_aux_hidden_state_layer_ids": [k - 1 for k in self.feature_layers],
-                "norm_before_fc": False,
+                "norm_before_fc": self.norm_before_fc,
             },
             **window,
         }
@@ -162,7 +165,7 @@ class Eagle3Config:
         """
         values, path = read_settings(folder), folder / "config.json"
         nested = values.get("eagle_config") or {}
-        others = ("norm_before_fc", "attention_bias", "partial_rotary_factor")
+        others = ("attention_bias", "partial_rotary_factor")
         unsupported = [key for key in others if values.get(key) or nested.get(key)]
         if unsupported:
             raise DraftError(f"{path} asks for {', '.join(unsupported)}. Expected an EAGLE-3 draft without.")
@@ -177,6 +180,7 @@ class Eagle3Config:
             **{name: values[name] for name in SIZES},
             **{name: bool(values.get(name)) for name in ("norm_before_residual", "fc_norm", "norm_output")},
             **{name: values.get(name) for name in ("bos_token_id", "eos_token_id")},
+            norm_before_fc=bool(nested.get("norm_before_fc", values.get("norm_before_fc"))),
             rms_norm_eps=values["rms_norm_eps"],
             rope_theta=values["rope_theta"],
             rope_scaling=values["rope_scaling"],

@@ -21,7 +21,7 @@ GIVEN = (
     "head_dim",
     "sliding_window",
 )
-SWITCHES = ("norm_before_residual", "fc_norm", "norm_output")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ROUNDING = {"rtol": 2**-7, "atol": 2**-24}
 """What bf16 and fp16 files may be off by from the table that they copy."""
 
@@ -55,12 +55,13 @@ def first_embeddings(table: Tensor, hidden_size: int) -> Tensor:
     return F.pad(table.float(), (0, hidden_size - width))
 
 
-def normed_rms(feature_rms: Tensor, features: int) -> Tensor:
-    """About the rms of each channel [A*Ht] once every one of the A features is normed: its share of the feature's own.
+def normed_rms(feature_rms: Tensor, norms: int) -> Tensor:
+    """About the rms of each channel [A*Ht] once so many equal parts of them are normed, each by itself: its share of
+    the part's own.
 
     (A mean over tokens stands for each token's norm; what is off there, fc learns.)
     """
-    parts = feature_rms.view(features, -1)
+    parts = feature_rms.view(norms, -1)
     return (parts / parts.square().mean(1, keepdim=True).sqrt()).flatten()
 
 

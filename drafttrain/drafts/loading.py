@@ -159,7 +159,10 @@ def trained_before(recipe: Recipe, target: Target) -> Eagle3Draft:
     the recipe asks for.
     """
     name = recipe.draft.init_from
-    folder = find_draft(name)
+    try:
+        folder = find_draft(name)
+    except DraftError as error:
+        raise DraftError(f"draft.init_from: {error}") from error
     kind = _kind(folder)
     if kind is not Eagle3Draft:
         raise DraftError(

@@ -5,7 +5,8 @@ A layer's influence is 1 - mean cosine between the hidden states before and behi
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from drafttrain.drafts.student_parts import (
 from drafttrain.drafts.vocabulary import align_vocabulary, check_tokenizers, token_count
 from drafttrain.recipe import DraftConfig
 from drafttrain.recipe_rules import student_kind
-from drafttrain.target import Target, load_target
+from drafttrain.target import Target, TargetError, load_target
 from drafttrain.target_files import load_tokenizer
 
 __all__ = [
@@ -143,7 +144,7 @@ def check_student(settings: DraftConfig, target: Target) -> None:
     if kind == "fresh":
         fresh_config(settings, target)
     elif kind == "sibling":
-        tokenizer = None if settings.init_from is None else load_tokenizer(settings.init_from)
+        tokenizer = None if settings.init_from is None else _found(load_tokenizer, settings.init_from)
         check_tokenizers(tokenizer, target, target.vocab_size)
     elif settings.keep_layers is not None:
         check_kept(settings.keep_layers, target.num_layers)
@@ -201,6 +202,14 @@ def _pruned(source: Target, kept: list[int]) -> PreTrainedModel:
     return model
 
 
+def _found(load: Callable[..., Any], name: str, **options) -> Any:
+    """load(name), whose TargetError says which setting named it."""
+    try:
+        return load(name, **options)
+    except TargetError as error:
+        raise TargetError(f"draft.init_from: {error}") from error
+
+
 def load_sibling(settings: DraftConfig, target: Target) -> Target:
     """The model of draft.init_from (folder, hub id or .gguf) in the target's dtype and on its device, with its
     vocabulary.
@@ -213,7 +222,7 @@ def load_sibling(settings: DraftConfig, target: Target) -> Target:
             "Mend: draft.init_from: the small model to start from."
         )
     dtype = str(target.dtype).removeprefix("torch.")
-    sibling = load_target(settings.init_from, dtype=dtype, device=str(target.device))
+    sibling = _found(load_target, settings.init_from, dtype=dtype, device=str(target.device))
     check_tokenizers(sibling.tokenizer, target, sibling.vocab_size)
     if sibling.vocab_size == target.vocab_size:
         return sibling

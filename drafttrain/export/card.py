@@ -54,11 +54,13 @@ class Source:
 def write_card(folder: Path, place: Path, draft: Draft, draft_folder: Path, target: Target, k: int) -> None:
     """Write README.md into the export in `folder`, which will lie at `place`, of the draft in `draft_folder`."""
     source = Source.of(draft_folder)
-    report = newest_report(source, draft, draft_folder)
+    newest = newest_report(source, draft.method, draft_folder)
+    report = newest[1] if newest else None
     name = (source.facts.get("tuned_from") or {}).get("name") or target.title
     data = source.recipe.data if source.recipe else None
     front = ModelCardData(
         base_model=name,
+        license=_licence(source, target),
         library_name=LIBRARIES[draft.method],
         pipeline_tag="text-generation",
         tags=["speculative-decoding", TAGS[draft.method]],
@@ -82,8 +84,10 @@ def write_card(folder: Path, place: Path, draft: Draft, draft_folder: Path, targ
     (folder / FILE).write_text(text, encoding="utf-8")
 
 
-def newest_report(source: Source, draft: Draft, draft_folder: Path) -> dict[str, Any] | None:
-    """The run's newest report.json about the draft as it is now: later than its weights, of its own target."""
+def newest_report(source: Source, method: str, draft_folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The run's newest report.json about the draft as it is now (later than its weights, of its own target), and what
+    it says of this draft and of n-gram lookup.
+    """
     if source.run is None:
         return None
     made = max((path.stat().st_mtime for path in draft_folder.glob("*.safetensors")), default=0.0)
@@ -92,18 +96,18 @@ def newest_report(source: Source, draft: Draft, draft_folder: Path) -> dict[str,
         report = read_json(path, "evaluate the run again")
         fits = report.get("schema") == 1 and path.stat().st_mtime >= made
         same = (report.get("target") or {}).get("fingerprint") == source.facts.get("target_fingerprint")
-        if fits and same and any(_is_ours(run, draft, draft_folder) for run in report["runs"]):
+        if fits and same and any(_is_ours(run, method, draft_folder) for run in report["runs"]):
             report["runs"] = [
-                run for run in report["runs"] if run["draft"] == "ngram" or _is_ours(run, draft, draft_folder)
+                run for run in report["runs"] if run["draft"] == "ngram" or _is_ours(run, method, draft_folder)
             ]
-            return report
+            return path, report
     return None
 
 
-def _is_ours(run: dict[str, Any], draft: Draft, draft_folder: Path) -> bool:
+def _is_ours(run: dict[str, Any], method: str, draft_folder: Path) -> bool:
     """Whether a row of a report is about the trained draft of that folder, wherever the run was moved to."""
     where = run.get("checkpoint")
-    if run["draft"] != draft.method or run.get("trained") is not True or where is None:
+    if run["draft"] != method or run.get("trained") is not True or where is None:
         return False
     return Path(where).resolve().parts[-2:] == draft_folder.resolve().parts[-2:]
 
@@ -239,6 +243,14 @@ def _licences(source: Source, target: Target) -> Iterator[str]:
         return
     for entry in source.recipe.data.train:
         yield f"Data ({entry.dataset or Path(entry.path).name}): {NOT_KNOWN} here; as its owner says."
+
+
+def _licence(source: Source, target: Target) -> str | None:
+    """The draft's, for the card's front matter: the target's, of which it holds rows or layers; None where that is not
+    known, or where the draft began as somebody else's.
+    """
+    begun_elsewhere = source.recipe is not None and source.recipe.draft.init_from is not None
+    return None if begun_elsewhere else target_licence(target)
 
 
 def target_licence(target: Target) -> str | None:

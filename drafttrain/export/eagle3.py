@@ -22,6 +22,7 @@ def check_engine(engine: str, config: Eagle3Config) -> None:
     same_size = config.hidden_size == config.target_hidden_size
     has = {
         "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
         "num_hidden_layers": config.num_hidden_layers > 1,
@@ -49,9 +50,9 @@ def is_written(draft: Eagle3Draft, folder: Path, dtype: torch.dtype) -> bool:
 def write_eagle3(draft: Eagle3Draft, target: Target, folder: Path, dtype: torch.dtype, **provenance) -> None:
     """Write config.json, model.safetensors and drafttrain.json into an existing, empty folder.
 
-    fc.weight takes 1 / feature_rms in fp32 before it is cast, so engines feed raw features; with fc_norm, behind whose
-    norms the scale is divided out, that is the same columns. Raises ExportError when a number does not survive the
-    cast.
+    fc.weight takes 1 / feature_rms in fp32 before it is cast, so engines feed raw features; with norms before fc,
+    behind which the scale is divided out, that is the same columns. Raises ExportError when a number does not survive
+    the cast.
     """
     tensors = {name: tensor.detach().cpu() for name, tensor in draft.state_dict().items()}
     scale = tensors.pop("feature_rms").float()

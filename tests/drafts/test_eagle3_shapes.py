@@ -24,6 +24,7 @@ from tests.tiny_drafts import LAYERS, features_of, make_batch, make_draft, make_
 from tests.tiny_models import V, tokens
 
 EVERYTHING = {
+    "norm_before_fc": True,
     "fc_norm": True,
     "norm_output": True,
     "num_hidden_layers": 3,
@@ -33,6 +34,7 @@ EVERYTHING = {
 }
 SHAPES = {
     "fc_norm": {"fc_norm": True},
+    "norm_before_fc": {"norm_before_fc": True},
     "norm_output": {"norm_output": True},
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "two layers": {"num_hidden_layers": 2},
@@ -95,7 +97,10 @@ def by_hand(target, draft, ids, features, steps):
     states = [torch.zeros(T, shape.hidden_size) for _ in range(steps)]
     committed = [[] for _ in range(shape.num_hidden_layers)]
     for row in range(T):
-        parts = features[0, row].split(shape.target_hidden_size)
+        wide = features[0, row]
+        if shape.norm_before_fc:
+            wide = rms(wide, "input_norm.weight")
+        parts = wide.split(shape.target_hidden_size)
         if shape.fc_norm:
             parts = [rms(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
         hidden = w["fc.weight"] @ (torch.cat(list(parts)) / w["feature_rms"])
@@ -265,22 +270,23 @@ def test_whose_embeddings_are_read_and_which_learn(target):
         Eagle3Draft(config).attach(target)
 
 
-# --- fc_norm and the static scale
+# --- norms before fc and the static scale
 
 
-def test_the_static_scale_comes_behind_the_norms():
+@pytest.mark.parametrize(("switch", "width"), [("fc_norm", 32), ("norm_before_fc", 96)])
+def test_the_static_scale_comes_behind_the_norms(switch, width):
     """There it evens out what the norms leave uneven; in front it would be another function, which no fc makes good."""
     target = make_target()
-    draft = make_draft(target, fc_norm=True)
+    draft = make_draft(target, **{switch: True})
     rms = torch.logspace(-1, 3, 96)
     features = torch.randn(400, 96, generator=torch.Generator().manual_seed(0)) * rms
     draft.initialise(rms, torch.ones(32))
-    draft.fc_norm.requires_grad_(False)
-    for norm in draft.fc_norm:
-        norm.weight.fill_(1)
-    parts = features.split(32, -1)
+    for name, weight in draft.named_parameters():
+        if name.startswith(("fc_norm", "input_norm")):
+            weight.requires_grad_(False).fill_(1)
+    parts = features.split(width, -1)
     normed = torch.cat([part / part.square().mean(-1, keepdim=True).sqrt() for part in parts], -1)
-    torch.testing.assert_close(draft.feature_rms, normed_rms(rms, 3))
+    torch.testing.assert_close(draft.feature_rms, normed_rms(rms, 96 // width))
     scaled = (normed / draft.feature_rms).square().mean(0).sqrt()
     assert scaled.min() > 0.5 and scaled.max() < 3  # The norms alone leave four decades.
     torch.testing.assert_close(

@@ -156,8 +156,9 @@ def test_a_hub_snapshot_without_a_draft(target, tmp_path, monkeypatch):
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification.*or a causal"),
         ({"architectures": None}, "architectures is None"),
-        ({"norm_before_fc": True}, "asks for norm_before_fc"),
-        ({"eagle_config": {"norm_before_fc": True}}, "asks for norm_before_fc"),
+        ({"norm_before_fc": True, "drop": ["eagle_config"]}, "do not fit the config: input_norm.weight"),
+        ({"eagle_config": {"norm_before_fc": True}}, "do not fit the config: input_norm.weight"),
+        ({"attention_bias": True}, "asks for attention_bias"),
         ({"partial_rotary_factor": 0.5}, "asks for partial_rotary_factor"),
         ({"fc_norm": True, "norm_output": True}, "do not fit the config: fc_norm.0.weight, fc_norm.1.weight"),
         ({"num_hidden_layers": 2}, "layers.1.input_layernorm.weight.*with 2 layers"),

@@ -34,6 +34,7 @@ CHOICES = {
     "whole vocabulary": {"ids": None},
     "other layers": {"layers": [1, 4, 6, 8]},
     "eagle-3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True},
     "own width, two layers, window": {"hidden_size": 48, "num_hidden_layers": 2, "sliding_window": 5},
 }
 PROMPTS = [tokens(1, 6)[0].tolist(), tokens(1, 11)[0].tolist()]

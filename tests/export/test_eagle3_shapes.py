@@ -33,6 +33,7 @@ def test_names_and_shapes_of_everything(target, tmp_path):
     H, Ht, I, A, q, kv, Vd = 24, 32, 48, 3, 4 * 8, 2 * 8, len(IDS)  # noqa: E741
     expected = {"embed_tokens.weight": (V, H), "fc.weight": (H, A * Ht), "norm.weight": (H,), "lm_head.weight": (Vd, H)}
     expected |= {f"fc_norm.{i}.weight": (Ht,) for i in range(A)} | {"d2t": (Vd,), "t2d": (V,)}
+    expected["input_norm.weight"] = (A * Ht,)
     for layer, width in (("midlayer", 2 * H), ("layers.1", H), ("layers.2", H)):
         norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if layer == "midlayer" else [])]
         expected |= {f"{layer}.{name}.weight": (H,) for name in norms}
@@ -54,8 +55,9 @@ def test_config_keys(target, tmp_path):
         draft = make_draft(target, IDS, **switches)
         write_eagle3(draft, target, folder, BF16)
         found, layers = config_of(folder), switches.get("layers", [1, 4, 6])
-        for key in ("fc_norm", "norm_output", "norm_before_residual"):
+        for key in ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"):
             assert found[key] is switches.get(key, False)
+        assert found["eagle_config"]["norm_before_fc"] is found["norm_before_fc"]
         assert found["num_hidden_layers"] == switches.get("num_hidden_layers", 1)
         assert (found["hidden_size"], found["target_hidden_size"]) == (switches.get("hidden_size", 32), 32)
         assert (found["num_aux_hidden_states"], found["eagle_aux_hidden_state_layer_ids"]) == (len(layers), layers)
@@ -95,9 +97,10 @@ def test_cached_drafting_of_a_reloaded_export_is_its_own_training_time_unroll(ta
     assert parity_error(target, load_draft(tmp_path / "export", target)) < 1e-4
 
 
-def test_the_export_with_fc_norm_is_the_trained_draft_in_fp32(target, tmp_path):
+@pytest.mark.parametrize("switch", ["fc_norm", "norm_before_fc"])
+def test_the_export_with_norms_before_fc_is_the_trained_draft_in_fp32(target, tmp_path, switch):
     """Behind the norms the scale folds into fc whatever it is; in front of them no fold gives the same function."""
-    draft = make_draft(target, IDS, fc_norm=True).requires_grad_(False)
+    draft = make_draft(target, IDS, **{switch: True}).requires_grad_(False)
     draft.feature_rms.copy_(torch.logspace(-2, 4, 96))
     write_eagle3(draft, target, tmp_path, FP32)
     exported = load_draft(tmp_path, target)
@@ -107,8 +110,10 @@ def test_the_export_with_fc_norm_is_the_trained_draft_in_fp32(target, tmp_path):
     for mine, theirs in zip(exported.unroll(ids, features, 3), draft.unroll(ids, features, 3), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
     stored = load_file(tmp_path / "model.safetensors")
-    for i, norm in enumerate(draft.fc_norm):
-        assert torch.equal(stored[f"fc_norm.{i}.weight"], norm.weight)
+    norms = {name for name in stored if name.startswith(("fc_norm", "input_norm"))}
+    assert norms
+    for name in norms:
+        assert torch.equal(stored[name], draft.state_dict()[name])
     in_front = copy.deepcopy(draft).attach(target)
     in_front.feature_rms.fill_(1)
     other = in_front.fuse(features / draft.feature_rms)
@@ -118,6 +123,7 @@ def test_the_export_with_fc_norm_is_the_trained_draft_in_fp32(target, tmp_path):
 def test_engines_that_would_serve_another_draft_are_refused(target, tmp_path):
     cases = [
         ("llama.cpp", {"fc_norm": True, "norm_output": True}, "fc_norm .*; norm_output "),
+        ("llama.cpp", {"norm_before_fc": True}, "norm_before_fc .*no name for that norm"),
         ("llama.cpp", {"layers": [2, 5]}, "features.layers .*it reads three layers"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual .*it ignores that"),
         ("sglang", {"num_hidden_layers": 2}, "num_hidden_layers"),
