@@ -10,10 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from drafttrain import __version__
 from drafttrain.cli_check import register as register_checking
 from drafttrain.cli_common import AsJson, console_for, find_source, say_for, served_target
+from drafttrain.cli_doctor import register as register_doctor
+from drafttrain.cli_init import register as register_init
 from drafttrain.cli_measure import register as register_measuring
 from drafttrain.cli_plan import register as register_planning
+from drafttrain.cli_publish import register as register_publishing
 from drafttrain.cli_serve import register as register_serving
 from drafttrain.errors import UserError
 
@@ -35,37 +39,55 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Refuse to continue an exis
 
 def main() -> None:
     """Run the command line."""
-    run_command(app)
+    run_command(lambda: app(prog_name="drafttrain"))
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Call a command line, this one's or a script's. A UserError is printed without a traceback and exits with 1."""
+    """Call a command line, this one's or a script's. A UserError is printed without a traceback and exits with its
+    status: 1, or 128 and the number of the signal that stopped training.
+    """
     try:
         command()
     except UserError as error:
-        message = Text.assemble(("error:", "bold red"), f" {error}")
-        Console(stderr=True, soft_wrap=True).print(message, highlight=False)
-        sys.exit(1)
+        if str(error):
+            message = Text.assemble((f"{error.word}:", "bold red"), f" {error}")
+            Console(stderr=True, soft_wrap=True).print(message, highlight=False)
+        sys.exit(error.status)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"drafttrain {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def quiet() -> None:
+def quiet(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """Train draft models for speculative decoding and prove what they are worth."""
     quiet_libraries()
 
 
 def quiet_libraries() -> None:
     """Bars are drawn by this package where something takes long; the libraries' own for a second's work are switched
-    off.
+    off. DeepSpeed, which accelerate imports wherever it is installed, warns on standard output, which is --json's.
     """
-    import datasets
-    from transformers.utils import logging
+    import logging
 
-    logging.disable_progress_bar()
+    import datasets
+    from transformers.utils.logging import disable_progress_bar
+
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)
+    disable_progress_bar()
     datasets.disable_progress_bars()
 
 
-def _open_run(recipe_path: Path, overrides, output: Path | None, fresh: bool, method: str | None = None):
+def _open_run(
+    recipe_path: Path, overrides, output: Path | None, fresh: bool, method: str | None = None, claims: bool = True
+):
     from drafttrain.data.run_folder import RunError, RunFolder
     from drafttrain.recipe import load_recipe
 
@@ -80,7 +102,8 @@ def _open_run(recipe_path: Path, overrides, output: Path | None, fresh: bool, me
             "method."
         )
     run = RunFolder(folder)
-    run.claim(recipe, fresh)
+    if claims:
+        run.claim(recipe, fresh)
     return recipe, run
 
 
@@ -166,7 +189,7 @@ def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, me
     state = processes()
     say = say_for(as_json)
     with state.main_process_first():
-        settings, run = _open_run(recipe, overrides, output, fresh and state.is_main_process, method)
+        settings, run = _open_run(recipe, overrides, output, fresh, method, claims=state.is_main_process)
     with run.lock() if state.is_main_process else nullcontext():
         fit(settings, run, say=say)
     if state.is_main_process:
@@ -194,8 +217,10 @@ def run_training_script(method: str, words: str) -> None:
 
 register_measuring(app)
 register_planning(app)
+register_init(app)
 register_serving(app)
 register_checking(app)
+register_doctor(app)
 
 
 @app.command()
@@ -239,6 +264,9 @@ def export(
     if method == "medusa" and engine == "vllm" and k > 1:
         say(f"all {k} heads draft; with fewer num_speculative_tokens vLLM builds the first ones alone")
     say(f"draft for {engine} in {folder}. Next: {command or 'load the folder in the engine as its draft'}")
+
+
+register_publishing(app)
 
 
 @app.command()

@@ -290,6 +290,7 @@ def generate(
     Example: drafttrain generate checkpoints/demo "def read_config(path):" --k 4
     """
     from drafttrain.data.chat import prompt_ids
+    from drafttrain.data.chat_template import Chat
     from drafttrain.drafts.loading import load_draft
     from drafttrain.evaluate.colours import coloured, legend
     from drafttrain.evaluate.run import policy_of, tree_of
@@ -303,7 +304,7 @@ def generate(
     shape = tree_of(parse_evaluation({"tree": _tree(tree)}).tree) if tree else None
     sampling = Sampling(temperature, top_p, 0, seed, "one_hot" if tree else "probabilistic")
     _, recipe, loaded = open_source(source, target)
-    chat = "none" if raw else recipe.data.chat if recipe else "auto"
+    chat = "none" if raw else Chat.of(recipe)
     ids = prompt_ids([{"role": "user", "content": prompt}], loaded.tokenizer, chat)
     draft = load_draft(source, loaded)
     proposer = draft.proposer(loaded, shape)

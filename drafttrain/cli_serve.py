@@ -34,6 +34,7 @@ def serve_check(
 
     Example: drafttrain serve-check checkpoints/demo/export/vllm --target google/gemma-3-270m
     """
+    from drafttrain.data.chat_template import Chat
     from drafttrain.evaluate.agreement import agreement_table
     from drafttrain.evaluate.prompt_sets import load_prompt_set, prompt_tokens
     from drafttrain.export.serve_check import parting_words
@@ -48,7 +49,7 @@ def serve_check(
         )
     loaded = served_target(run, recipe, target, dtype)
     rows = load_prompt_set(prompts, num_prompts, 0)
-    ids = [list(prompt_tokens(row, loaded, recipe.data.chat if recipe else "auto")) for row in rows]
+    ids = [list(prompt_tokens(row, loaded, Chat.of(recipe))) for row in rows]
     result = run_check(source, loaded, ids, k=k, max_new_tokens=max_new_tokens, python=engine_python, url=url, say=say)
     if as_json:
         print(json.dumps(result))
