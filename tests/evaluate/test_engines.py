@@ -64,7 +64,8 @@ def test_a_server_beside_its_baseline(tmp_path):
     assert report["interrupted"] is False and report["notes"] == [] and run["notes"] == []
     for one in report["runs"]:
         assert set(report_summary.RUN_KEYS) - {"predicted"} <= set(one)
-    not_an_engine_s = {"peak_memory_bytes", "tuned_from", "drift", "same_choice"}
+    # Nor is it the engine that turns conversations into prompts.
+    not_an_engine_s = {"peak_memory_bytes", "tuned_from", "drift", "same_choice", "chat"}
     for section, keys in report_summary.SECTION_KEYS.items():
         assert set(keys) - not_an_engine_s <= set(report[section])
     written, _ = write_report(report, tmp_path)
