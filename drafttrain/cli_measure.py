@@ -9,6 +9,7 @@ import typer
 
 from drafttrain.cli_common import AsJson, OptionError, again, console_for, finish, open_source, say_for, training_rows
 from drafttrain.cli_engine import check_engine_options, evaluate_engine
+from drafttrain.data.engine_process import PYTHON
 
 Source = Annotated[str, typer.Argument(help="A run folder, a draft folder or a hub id.", metavar="RUN|DIR")]
 TargetName = Annotated[str | None, typer.Option(help="The target, for a draft that is no run of ours.")]
@@ -116,7 +117,7 @@ def evaluate(
     baseline_url: Annotated[str | None, typer.Option(help="The same model served without a draft.")] = None,
     engine_python: Annotated[
         Path, typer.Option(help="The interpreter of vLLM's own environment, where no server runs.")
-    ] = Path(".venv-engines/bin/python"),
+    ] = PYTHON,
     model: Annotated[str | None, typer.Option(help="Which of the server's models. Default: its first.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     output: Output = None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from drafttrain.cli_common import AsJson, OptionError, console_for, find_source, say_for, served_target
+from drafttrain.data.engine_process import PYTHON
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +21,7 @@ def serve_check(
     url: Annotated[str | None, typer.Option(help="A running vLLM server. Default: vLLM is started here.")] = None,
     engine_python: Annotated[
         Path, typer.Option(help="The interpreter of vLLM's own environment, where no server runs.")
-    ] = Path(".venv-engines/bin/python"),
+    ] = PYTHON,
     k: Annotated[int | None, typer.Option(help="Drafts a round. Default: 3, or all Medusa heads.", min=1)] = None,
     prompts: Annotated[
         str, typer.Option(help="JSONL, or a set: builtin, builtin:code,math, mt-bench, humaneval, gsm8k.")

@@ -12,7 +12,7 @@ from drafttrain.data.chat_template import Chat, chat_facts, use_template
 from drafttrain.data.conversations import Conversation, DataError, parse_row, read_entry
 from drafttrain.data.prepare import conversation_prompt
 from drafttrain.doctor_case import Case, Problem, Result, Unmeasured, verdict
-from drafttrain.doctor_words import percent
+from drafttrain.doctor_words import percent, said
 from drafttrain.drafts.base import template_hash
 
 ROWS = 64
@@ -187,13 +187,13 @@ def _difference(row: dict, conversation: Conversation, case: Case, answered: boo
         ids, mask = one.input_ids, one.loss_mask
         if len(ids) != len(row["input_ids"]):
             ids = [*ids, *[-1] * (len(row["input_ids"]) - len(ids))]
-    for place, (now, token, said, supervised) in enumerate(
+    for place, (now, token, taught, supervised) in enumerate(
         zip(ids, row["input_ids"], [*mask, *[0] * len(ids)], row["loss_mask"], strict=False)
     ):
         word = partial(_word, tokenizer)
         if now != token:
             return f"{row_name(row)} position {place}: prepared {word(token)}, now {word(now)}"
-        if said != supervised:
+        if taught != supervised:
             kind = "supervised" if supervised else "not supervised"
             return f"{row_name(row)} position {place}: {word(token)} is {kind}, now the other way"
     return None
@@ -302,4 +302,4 @@ def _said(row: dict) -> list[int]:
     """The supervised tokens and what stands right before the first."""
     first = next((i for i, one in enumerate(row["loss_mask"]) if one), 0)
     before = row["input_ids"][max(0, first - NEAR) : first]
-    return [*before, *(token for token, one in zip(row["input_ids"], row["loss_mask"], strict=True) if one)]
+    return [*before, *said(row)]

@@ -3,14 +3,14 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
 from drafttrain.data.coverage import ALL, DEPTH, coverage_table
 from drafttrain.data.vocab import DraftVocab, special_ids
 from drafttrain.doctor_case import Case, Problem, Result, verdict
-from drafttrain.doctor_words import Z, differ, hits_of, percent, share
+from drafttrain.doctor_words import Z, differ, hits_of, percent, said, share
 from drafttrain.specdec.metrics import Counts
 
 LENGTH_SHARE, MOST_MISSING = 0.9, 0.05
@@ -66,11 +66,6 @@ def vocabulary(case: Case) -> Result:
         mend = "a larger data.draft_vocab, or training answers that the target gives to such prompts (data.regenerate)"
         problems.append((f"the draft vocabulary lacks {percent(1 - coverage)} of what the target writes", mend))
     return verdict(problems, evidence, coverage=coverage, length=length, whole=whole)
-
-
-def said(row: dict) -> Iterator[int]:
-    """The supervised tokens of a row."""
-    return (token for token, one in zip(row["input_ids"], row["loss_mask"], strict=True) if one)
 
 
 # drift
@@ -182,8 +177,8 @@ def context(case: Case) -> Result:
     evidence = [
         "acceptance at step 1 by position: " + ", ".join(f"{name} {percent(value)}" for name, value in told.items())
     ]
-    said = "the trained length is not known" if longest is None else f"the longest training row has {longest} tokens"
-    evidence.append(f"{said}; evaluation reaches {served}")
+    length = "the trained length is not known" if longest is None else f"the longest training row has {longest} tokens"
+    evidence.append(f"{length}; evaluation reaches {served}")
     problems: list[Problem] = []
     low = share(hits, behind) < FALL * share(hits, within)
     if counts[0][1] and low and differ(*counts[0], *counts[1]):

@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from drafttrain.data.features import teacher_statistics
 from drafttrain.doctor_case import Case, Problem, Result, Unmeasured, verdict
 from drafttrain.doctor_words import percent
 from drafttrain.drafts.base import quantization_of, template_hash, tokenizer_hash, tuned_facts
@@ -127,8 +128,8 @@ def choices(case: Case, row: dict) -> tuple[Tensor, Tensor]:
     target, n = case.target, case.target.num_layers
     ids = torch.tensor([row["input_ids"]])
     last = target.hidden_states(ids, None, [n])[n][0]
-    chosen = torch.cat([target.head()(part).argmax(-1) for part in last.split(256)]).cpu()
-    return chosen, torch.tensor([*row["loss_mask"][1:], 0]).bool()
+    _, chosen = teacher_statistics(target.head(), last)
+    return chosen.cpu(), torch.tensor([*row["loss_mask"][1:], 0]).bool()
 
 
 def _stored_choice(case: Case, stored: dict[str, Tensor]) -> Tensor | None:
@@ -136,7 +137,7 @@ def _stored_choice(case: Case, stored: dict[str, Tensor]) -> Tensor | None:
         return stored["target_argmax"].long()
     if "last_hidden" in stored:
         last = stored["last_hidden"].to(case.target.device)
-        return torch.cat([case.target.head()(part).argmax(-1) for part in last.split(256)]).cpu()
+        return teacher_statistics(case.target.head(), last)[1].cpu()
     return None
 
 

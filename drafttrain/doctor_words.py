@@ -5,7 +5,7 @@ Row p, step k: the draft's word for x[p+2+k], given the text's own tokens; a hit
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,6 +149,11 @@ def with_norm(draft: MedusaDraft, norm: nn.Module) -> MedusaDraft:
     other, teacher = copy.copy(draft), draft.teacher
     other.teacher = TargetHead(norm, teacher.weight, teacher.bias, teacher.softcap, teacher.scale, teacher.input_normed)
     return other
+
+
+def said(row: Mapping[str, Sequence[int]]) -> list[int]:
+    """The supervised tokens of a row."""
+    return [token for token, one in zip(row["input_ids"], row["loss_mask"], strict=True) if one]
 
 
 def percent(value: float) -> str:

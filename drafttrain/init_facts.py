@@ -6,24 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, PretrainedConfig
 
 from drafttrain.errors import UserError
 from drafttrain.target import find_decoder
+from drafttrain.target_bare import bare_model, experts_of
 from drafttrain.target_files import GGUF_ERRORS, LOADING_ERRORS, TargetError, find_folder, loading_error, read_config
 from drafttrain.target_support import unsupported
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-ROUTED = ("num_experts_per_tok", "moe_k", "top_k_experts")
 STORED = {"fp8": 1.0, "mxfp4": 0.54, "gptq": 0.56, "awq": 0.56, "bitsandbytes": 0.56, "compressed-tensors": 1.0}
 """Bytes of a weight by quant_method, scales included, taken to hold for all weights."""
 
@@ -143,8 +133,7 @@ def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
     if missing:
         raise InitError(f"{name}: config.json of type {text.model_type!r} does not give {', '.join(missing)}")
     heads = values["num_attention_heads"]
-    experts = next((values[key] for key in EXPERTS if values.get(key)), 0) if unread else 0
-    routed = next((values[key] for key in ROUTED if values.get(key)), 0) if experts else 0
+    experts, routed = experts_of(values) if unread else (0, 0)
     stored = config.to_dict().get("quantization_config") or {}
     return Facts(
         name=name,
@@ -168,15 +157,6 @@ def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
     )
 
 
-def bare_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The model that the config describes, as Target would load it, without memory for its weights."""
-    loader = AutoModelForCausalLM
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        loader = AutoModelForImageTextToText
-    with torch.device("meta"), no_init_weights():
-        return loader.from_config(config)
-
-
 def _count(name: str, config: PretrainedConfig) -> tuple[int, int, str | None]:
     """(parameters, those of experts, class of a multimodal wrapper or None), on a model without memory; InitError where
     its decoder is laid out otherwise than Target reads it.
@@ -193,9 +173,6 @@ def _count(name: str, config: PretrainedConfig) -> tuple[int, int, str | None]:
     except TargetError as error:
         raise InitError(f"{name}: {str(error).partition(' Mend')[0]}") from error
     sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    settings = {**config.to_dict(), **config.get_text_config(decoder=True).to_dict()}
-    tied = bool(settings.get("tie_word_embeddings")) and head.weight is not table.weight
     experts = sum(count for key, count in sizes.items() if ".experts." in key)
     whole = model.config.get_text_config(decoder=True) is model.config
-    return sum(sizes.values()) - tied * head.weight.numel(), experts, None if whole else type(model).__name__
+    return sum(sizes.values()), experts, None if whole else type(model).__name__

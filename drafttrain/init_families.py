@@ -12,8 +12,9 @@ from drafttrain.drafts.fresh_student import LAYER_LISTS, spread
 from drafttrain.export.check_engines import LLAMA_CPP_HOOKLESS, SGLANG_HOOKS
 from drafttrain.export.gguf import FAMILIES as GGUF_FAMILIES
 from drafttrain.export.serve import lacks_hooks
-from drafttrain.init_facts import Facts, InitError, bare_model
+from drafttrain.init_facts import Facts, InitError
 from drafttrain.target import find_decoder
+from drafttrain.target_bare import bare_model
 
 
 @dataclass(frozen=True)

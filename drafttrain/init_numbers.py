@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
+from drafttrain.data.store import GIB
 from drafttrain.init_facts import Facts, InitError
 from drafttrain.nn.rotary import ROPE_TYPES
 from drafttrain.target import UNSCALED_ROPES
 
-GIB = 2**30
 WEIGHTS_SHARE = 0.6
 """Of a GPU's memory, at most so much for the target's weights; the rest is the batch's."""
 NODE = 8

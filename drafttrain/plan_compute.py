@@ -8,6 +8,7 @@ and p v over T / 2 keys on average, 2 q T forward and 2.5 times that backward (f
 from dataclasses import dataclass
 from typing import Any
 
+from drafttrain.data.sources import needs_statistics
 from drafttrain.evaluate.roofline import Device, Roofline, RooflineError, layer_seconds_on, shape_of
 from drafttrain.plan_data import Volume
 from drafttrain.plan_shapes import DraftOutline
@@ -47,8 +48,7 @@ def flops_of(recipe: Recipe, draft: DraftOutline, target: TargetOutline, data: V
     model, T, share = target.model, data.length, data.share
     again = recipe.training.gradient_checkpointing  # Layers run forward once more.
     forward = 2 * model.active + 2 * model.shape.q * T * len(model.layers)
-    takes = recipe.method == "eagle3" or recipe.data.draft_vocab is not None
-    statistics = 2 * model.vocab * model.H * share if takes else 0.0
+    statistics = 2 * model.vocab * model.H * share if needs_statistics(recipe) else 0.0
     each_head = (6 if draft.learns_head else 4) * draft.head_rows * draft.head_width
     head = share * (draft.steps * each_head + 2 * draft.head_rows * model.H)
     if recipe.method == "eagle3":

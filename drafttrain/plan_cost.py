@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
-from drafttrain.data.store import GIB
+from drafttrain.data.features import DTYPES
+from drafttrain.data.sources import needs_statistics
+from drafttrain.data.store import GIB, Key, StoreKey, bytes_per_token
+from drafttrain.data.teacher_cache import TopKKey
 from drafttrain.evaluate.roofline import Device, find_device
 from drafttrain.plan_activations import Setting
 from drafttrain.plan_candidates import PlanError
@@ -37,7 +40,6 @@ from drafttrain.recipe import Recipe
 TERABYTE = 1e12
 USABLE = 0.9
 """Of a device's memory, the share that a plan fills: the allocator's fragments and the libraries need the rest."""
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 STEP_TOKENS = 1024
 """Suggested batches are multiples of it."""
 MOST_TOKENS = 65536
@@ -119,7 +121,7 @@ def setting_of(recipe: Recipe, target: TargetOutline, data: Volume, kind: str) -
         c=2 if recipe.training.bf16 else 4,
         device=kind,
         d=target.itemsize,
-        f=DTYPE_BYTES[recipe.features.dtype],
+        f=DTYPES[recipe.features.dtype].itemsize,
     )
 
 
@@ -169,15 +171,16 @@ def _storage(recipe: Recipe, draft: DraftOutline, target: TargetOutline, data: V
     "stored_share", "of": in words}. Validation data is not counted.
     """
     features = recipe.features
-    item, H = DTYPE_BYTES[features.dtype], target.model.H
-    statistics = 8 if recipe.method == "eagle3" or recipe.data.draft_vocab is not None else 0
+    item, H = DTYPES[features.dtype].itemsize, target.model.H
     if features.source == "topk":
-        width, of = 8 * features.top_k + 8, f"{features.top_k} likeliest words (id and log-probability) and statistics"
+        key: Key = TopKKey("", features.top_k, "")
+        of = f"{features.top_k} likeliest words (id and log-probability) and statistics"
     else:
-        states = len(draft.feature_layers) + 1
-        width = states * H * item + statistics
+        statistics, states = needs_statistics(recipe), len(draft.feature_layers) + 1
+        key = StoreKey("", draft.feature_layers, features.dtype, "", statistics)
         of = f"{states} hidden state{'s' * (states > 1)} of {H} x {item} bytes"
-        of += ", 8 bytes of teacher statistics" * bool(statistics)
+        of += ", 8 bytes of teacher statistics" * statistics
+    width = bytes_per_token(key, H)
     whole = width * data.tokens
     share, written = 0.0, 0
     if features.source in ("store", "vllm", "topk"):

@@ -26,7 +26,7 @@ from drafttrain.plan_activations import (
 from drafttrain.plan_shapes import FP32, DraftOutline
 from drafttrain.plan_target import TargetOutline
 from drafttrain.recipe import Recipe
-from drafttrain.training.distributed import BUCKET
+from drafttrain.training import BUCKET
 
 STATISTICS_CHUNK = 256
 """Positions whose whole-vocabulary logits exist at once (data/features.py)."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PretrainedConfig, PreTrainedModel
 
 from drafttrain.evaluate.roofline import FAMILIES
 from drafttrain.plan_candidates import PlanError
 from drafttrain.recipe import TargetConfig
 from drafttrain.target import find_decoder
+from drafttrain.target_bare import bare_model, experts_of
 from drafttrain.target_files import choose_dtype, find_folder, read_config, weight_files
 
 
@@ -131,11 +131,8 @@ def _quantisation(config: PretrainedConfig) -> str | None:
 
 def _laid_out(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of a config on the meta device."""
-    text_only = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or trust_remote_code
-    loader = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
     try:
-        with torch.device("meta"):
-            return loader.from_config(config, trust_remote_code=trust_remote_code)
+        return bare_model(config, trust_remote_code)
     except (ValueError, KeyError, ImportError, RuntimeError, OSError) as error:
         raise PlanError(
             f"the model of type {config.model_type!r} cannot be laid out from its config ({error}). Mend: upgrade "
@@ -172,11 +169,11 @@ def _outline(model: PreTrainedModel, config: PretrainedConfig) -> ModelOutline:
 
 def _idle_experts(values: dict[str, Any], layers: nn.ModuleList) -> int:
     """Parameters of the experts that a token does not use: the share 1 - topk / E of everything below `experts`."""
-    experts = values.get("num_local_experts") or values.get("num_experts") or values.get("n_routed_experts") or 0
+    experts, routed = experts_of(values)
     if not experts:
         return 0
     inside = sum(p.numel() for name, p in layers.named_parameters() if ".experts." in f".{name}")
-    return round(inside * (1 - values["num_experts_per_tok"] / experts))
+    return round(inside * (1 - routed / experts))
 
 
 def layer_shape(config: PretrainedConfig) -> LayerShape:
@@ -185,8 +182,9 @@ def layer_shape(config: PretrainedConfig) -> LayerShape:
     family = FAMILIES.get(kind, FAMILIES["llama"])
     H, nh = values["hidden_size"], values["num_attention_heads"]
     inner = values["intermediate_size"]
-    if values.get("num_experts_per_tok"):
-        inner = values["num_experts_per_tok"] * (values.get("moe_intermediate_size") or inner)
+    _, routed = experts_of(values)
+    if routed:
+        inner = routed * (values.get("moe_intermediate_size") or inner)
     nkv = values.get("num_key_value_heads") or nh
     D = values.get("head_dim") or H // nh
     return LayerShape(H, inner, nh, nkv, D, family.norms, family.head_norms, kind.startswith("gemma"))

@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     GgufConfig,
     PretrainedConfig,
@@ -37,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from drafttrain.errors import UserError
+from drafttrain.target_bare import loader_of
 
 MEGABYTE = 1 << 20
 GGUF_CONVERSION = b"drafttrain gguf conversion 1"
@@ -287,8 +287,7 @@ def stored_dtypes(folder: Path) -> list[torch.dtype]:
 
 def read_model(source: str, config: PretrainedConfig, options: dict) -> PreTrainedModel:
     """The model in eval mode, with every weight read from the files."""
-    text_only = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or options["trust_remote_code"]
-    loader = AutoModelForCausalLM if text_only else AutoModelForImageTextToText
+    loader = loader_of(config, options["trust_remote_code"])
     try:
         model, info = loader.from_pretrained(source, use_safetensors=True, output_loading_info=True, **options)
     except LOADING_ERRORS as error:

@@ -18,20 +18,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_kd import recipe_of, run_variant
-from bench_peer import SAMPLINGS, batches_of, counts_of
-from bench_quality import prepare_once, quality_recipe
+from bench_kd import check_only, recipe_of, run_variant
+from bench_peer import (
+    SAMPLINGS,
+    AnswerTokens,
+    Data,
+    NewTokens,
+    Ready,
+    TestPrompts,
+    Tokens,
+    TrainPrompts,
+    counts_of,
+    tau,
+)
+from bench_quality import quality_recipe
 
 from drafttrain.cli import quiet_libraries, run_command
 from drafttrain.data.files import write_json
 from drafttrain.data.run_folder import RunError, RunFolder
-from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import python_sources
 from drafttrain.drafts import eagle3
 from drafttrain.drafts.loading import load_draft
-from drafttrain.evaluate.run import load_prompts
 from drafttrain.evaluate.statistics import bootstrap_difference, bootstrap_ratio
-from drafttrain.recipe import Recipe
+from drafttrain.recipe import Recipe, RegenerateConfig
 from drafttrain.target import Target
 
 BASE, RAW, LATE = "base", "raw text", "late mask"
@@ -65,8 +74,11 @@ def variant_recipe(target: Target, home: Path, answer: int, steps: int, changes:
     return recipe_of(base, {**sections, "training": training})
 
 
-def raw_changes(home: Path, folder: Path, answer: int) -> dict[str, dict]:
-    """Training on what the files say behind the prompts, about as long as the answers, in place of the answers."""
+def raw_changes(home: Path, folder: Path, regenerate: RegenerateConfig) -> dict[str, dict]:
+    """Training on what the files say behind the prompts, about as long as the answers, in place of the answers.
+    regenerate: how those are made, as validation's still are.
+    """
+    answer = regenerate.max_new_tokens
     texts, rows = dict(python_sources()), []
     for line in (home / "prompts" / "train.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -76,13 +88,8 @@ def raw_changes(home: Path, folder: Path, answer: int) -> dict[str, dict]:
     path = folder / "raw.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     entries = [{"path": str(path), "format": "prompt_completion"}]
-    settings = quality_recipe_regenerate(answer) | {"splits": ["validation"]}
+    settings = regenerate.model_dump(mode="json") | {"splits": ["validation"]}
     return {"data": {"train": entries, "regenerate": settings}}
-
-
-def quality_recipe_regenerate(answer: int) -> dict[str, Any]:
-    """How answers are made in all other variants."""
-    return {"max_new_tokens": answer, "temperature": [0.0, 0.8], "top_k": 50, "batch_size": 64}
 
 
 @contextmanager
@@ -113,11 +120,6 @@ def row_of(name: str, found: dict[str, Any], base: dict[str, Any]) -> list[str]:
     return [*cells, f"{tau(found) - tau(base):+.2f} [{low:+.2f}, {high:+.2f}]", f"{found['minutes']:.1f}"]
 
 
-def tau(found: dict[str, Any]) -> float:
-    """Acceptance length, pooled over the prompts."""
-    return 1 + sum(found["accepted"]) / sum(found["iterations"])
-
-
 def markdown(results: dict[str, dict[str, Any]]) -> str:
     """The table of all variants that are done, in their order."""
     head = ["changed", "tau at K = 4 [95%]", "less the first row [95%]", "minutes"]
@@ -128,30 +130,22 @@ def markdown(results: dict[str, dict[str, Any]]) -> str:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of runs and results.")] = Path("checkpoints/bench-ablations"),
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of prompts, answers and features. Default: --output's own.")
-    ] = None,
+    data: Data = None,
     only: Annotated[list[str] | None, typer.Option(help="Train these variants; may be given several times.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a run.", min=1000)] = 150_000,
-    train_prompts: Annotated[int, typer.Option(help="Prompts that are answered for training.", min=8)] = 1200,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=8)] = 112,
-    test_prompts: Annotated[int, typer.Option(help="Measured prompts.", min=2)] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)] = 64,
+    tokens: Tokens = 150_000,
+    train_prompts: TrainPrompts = 1200,
+    answer_tokens: AnswerTokens = 112,
+    test_prompts: TestPrompts = 64,
+    max_new_tokens: NewTokens = 64,
 ) -> None:
     """Train and measure the variants one after the other."""
     quiet_libraries()
     planned = variants()
-    unknown = sorted(set(only or []) - set(planned))
-    if unknown:
-        raise RunError(f"--only is {', '.join(unknown)}. Expected some of {', '.join(planned)}.")
-    target, output = demo_target(), output.absolute()
-    home = (data or output).absolute()
+    check_only(only, planned)
+    output = output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    first = quality_recipe(target, home / "prompts", 1.0, answer_tokens, [])
-    counts = {"train": train_prompts, "validation": 24, "test": test_prompts}
-    prepared, base = prepare_once(target, first, home, counts)
-    steps = len(batches_of(prepared.rows["train"], first.training.max_tokens_per_batch, 0, tokens))
-    prompts = [list(one.ids) for one in load_prompts(first.data.test, target, first.data.chat, test_prompts, 0)]
+    ready = Ready.make((data or output).absolute(), train_prompts, answer_tokens, test_prompts)
+    target, steps = ready.target, len(ready.batches(0, tokens))
     path = output / "results.json"
     asked = {"tokens": tokens, "answer": answer_tokens, "prompts": test_prompts, "new": max_new_tokens}
     kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "results": {}}
@@ -160,13 +154,13 @@ def main(
     for name in dict.fromkeys([BASE, *(only or planned)]):
         if name in kept["results"]:
             continue
-        changes = raw_changes(home, output, answer_tokens) if name == RAW else planned[name]
-        recipe = variant_recipe(target, home, answer_tokens, steps, changes)
+        changes = raw_changes(ready.home, output, ready.recipe.data.regenerate) if name == RAW else planned[name]
+        recipe = variant_recipe(target, ready.home, answer_tokens, steps, changes)
         run, started = RunFolder(output / name.replace(" ", "-").replace(",", "")), time.monotonic()
         with late_mask(name == LATE):
-            run_variant(run.path.name, recipe, base, output, target, same_features=name != RAW)
+            run_variant(run.path.name, recipe, ready.base, output, target, same_features=name != RAW)
         minutes = (time.monotonic() - started) / 60
-        found = counts_of(load_draft(run.path, target), target, prompts, SAMPLINGS["greedy"], max_new_tokens)
+        found = counts_of(load_draft(run.path, target), target, ready.prompts, SAMPLINGS["greedy"], max_new_tokens)
         kept["results"][name] = {**found, "minutes": minutes}
         write_json(path, kept)
         print(f"{name}: tau {tau(found):.3f}", flush=True)

@@ -15,6 +15,7 @@ on; --only NAME trains some. About two hours on two CPU cores.
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,6 +130,13 @@ def run_variant(
         write_json(done, budget_of(recipe))
 
 
+def check_only(only: list[str] | None, planned: Iterable[str]) -> None:
+    """RunError for names that are no variants."""
+    unknown = sorted(set(only or []) - set(planned))
+    if unknown:
+        raise RunError(f"--only is {', '.join(unknown)}. Expected some of {', '.join(planned)}.")
+
+
 def table(report: dict[str, Any], runs: dict[str, RunFolder]) -> Table:
     """One row for each draft: tau at T = 0 and 1, and the paired difference from forward KL."""
     out = Table("draft", "steps", "minutes", "tau T=0", "[95%]", "less FKL", "tau T=1", "[95%]", "less FKL")
@@ -194,9 +202,7 @@ def main(
     """Train the variants one after the other, then measure them together."""
     quiet_libraries()
     planned = variants(minutes)
-    unknown = sorted(set(only or []) - set(planned))
-    if unknown:
-        raise RunError(f"--only is {', '.join(unknown)}. Expected some of {', '.join(planned)}.")
+    check_only(only, planned)
     target = demo_target()
     folder = output / "prompts"
     if not all((folder / f"{split}.jsonl").exists() for split in SPLITS):

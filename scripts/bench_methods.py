@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_kd import PROMPTS, SPLITS, base_settings, recipe_of, run_variant
+from bench_kd import PROMPTS, SPLITS, base_settings, check_only, recipe_of, run_variant
 from rich.console import Console
 from rich.table import Table
 
 from drafttrain.cli import quiet_libraries, run_command
 from drafttrain.data.prepare import prepare
-from drafttrain.data.run_folder import RunError, RunFolder
+from drafttrain.data.run_folder import RunFolder
 from drafttrain.demo import demo_target
 from drafttrain.demo_prompts import write_prompts
 from drafttrain.evaluate.report import write_report
@@ -103,9 +103,7 @@ def main(
     """Train the variants one after the other, then measure them together."""
     quiet_libraries()
     planned = variants()
-    unknown = sorted(set(only or []) - set(planned))
-    if unknown:
-        raise RunError(f"--only is {', '.join(unknown)}. Expected some of {', '.join(planned)}.")
+    check_only(only, planned)
     target = demo_target()
     folder = (output / "prompts").absolute()
     if not all((folder / f"{split}.jsonl").exists() for split in SPLITS):

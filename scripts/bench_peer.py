@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +31,10 @@ from safetensors.torch import save_file
 
 from drafttrain.cli import quiet_libraries, run_command
 from drafttrain.data.batching import TokenBudgetSampler, collate
+from drafttrain.data.chat_template import Chat
 from drafttrain.data.files import write_json
 from drafttrain.data.prepare import Prepared
-from drafttrain.data.run_folder import RunError
+from drafttrain.data.run_folder import RunError, RunFolder
 from drafttrain.demo import demo_target
 from drafttrain.drafts.base import Batch
 from drafttrain.drafts.loading import load_draft
@@ -49,6 +51,45 @@ SCRIPT = Path(__file__).with_name("peer_train.py")
 K, GROUP = 4, 8
 SAMPLINGS = {"greedy": Sampling(), "T = 0.8": Sampling(0.8, draft_mode="probabilistic")}
 SIDES = ("ours", "peer")
+
+
+Data = Annotated[Path | None, typer.Option(help="Folder of prompts, answers and features. Default: --output's own.")]
+Tokens = Annotated[int, typer.Option(help="Tokens of a run.", min=1000)]
+TrainPrompts = Annotated[int, typer.Option(help="Prompts that are answered for training.", min=8)]
+AnswerTokens = Annotated[int, typer.Option(help="Tokens of an answer.", min=8)]
+TestPrompts = Annotated[int, typer.Option(help="Measured prompts.", min=2)]
+NewTokens = Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What all runs share. recipe: the demo's, of the folder `home`; prompts: the measured ones, as ids."""
+
+    target: Target
+    home: Path
+    recipe: Recipe
+    prepared: Prepared
+    base: RunFolder
+    prompts: list[list[int]]
+
+    @classmethod
+    def make(cls, home: Path, train_prompts: int, answer_tokens: int, test_prompts: int) -> "Ready":
+        """Prompts, answers and features in `home`, made where they are missing."""
+        target = demo_target()
+        recipe = quality_recipe(target, home / "prompts", 1.0, answer_tokens, [])
+        counts = {"train": train_prompts, "validation": 24, "test": test_prompts}
+        prepared, base = prepare_once(target, recipe, home, counts)
+        prompts = load_prompts(recipe.data.test, target, Chat.of(recipe), test_prompts, 0)
+        return cls(target, home, recipe, prepared, base, [list(one.ids) for one in prompts])
+
+    def batches(self, seed: int, tokens: int) -> list[list[int]]:
+        """Those of a run with this seed."""
+        return batches_of(self.prepared.rows["train"], self.recipe.training.max_tokens_per_batch, seed, tokens)
+
+
+def tau(found: dict[str, list[int]]) -> float:
+    """Acceptance length, pooled over the prompts."""
+    return 1 + sum(found["accepted"]) / sum(found["iterations"])
 
 
 def batches_of(rows: list[dict[str, Any]], budget: int, seed: int, tokens: int) -> list[list[int]]:
@@ -148,7 +189,7 @@ def train_peer(case: dict[str, Any], folder: Path) -> None:
 def take_over(folder: Path, seed: int, target: Target) -> Path:
     """The peer's checkpoint, checked and in the engines' form. RunError where vLLM would not serve it as trained."""
     saved, ours = folder / f"peer-{seed}", folder / f"peer-{seed}-converted"
-    verdict = check_draft(saved, target.name, "vllm").verdicts[0]
+    (verdict,) = check_draft(saved, target.name, "vllm").engines
     if verdict.verdict != "PASS":
         raise RunError(f"drafttrain check says {verdict.verdict} of {saved}: {verdict.findings}")
     if not ours.exists():
@@ -195,46 +236,41 @@ def table(counts: dict[str, dict[str, dict[str, list[int]]]], seeds: list[int]) 
             for found in counts.values():
                 one = found[f"{side}-{seed}"]
                 low, high = bootstrap_ratio(one["accepted"], one["iterations"], offset=1.0)
-                cells.append(f"{1 + sum(one['accepted']) / sum(one['iterations']):.3f} [{low:.2f}, {high:.2f}]")
+                cells.append(f"{tau(one):.3f} [{low:.2f}, {high:.2f}]")
             out.add_row(side, str(seed), *cells)
     return out
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder of runs and counts.")] = Path("checkpoints/bench-peer"),
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of prompts, answers and features. Default: --output's own.")
-    ] = None,
+    data: Data = None,
     seeds: Annotated[int, typer.Option(help="Runs of each side.", min=1)] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens of a run.", min=1000)] = 150_000,
-    train_prompts: Annotated[int, typer.Option(help="Prompts that are answered for training.", min=8)] = 1200,
-    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=8)] = 112,
-    test_prompts: Annotated[int, typer.Option(help="Measured prompts.", min=2)] = 64,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.", min=2)] = 64,
+    tokens: Tokens = 150_000,
+    train_prompts: TrainPrompts = 1200,
+    answer_tokens: AnswerTokens = 112,
+    test_prompts: TestPrompts = 64,
+    max_new_tokens: NewTokens = 64,
 ) -> None:
     """Train both sides with every seed, measure them together; a table and a line for each mode."""
     quiet_libraries()
     if not PEER_PYTHON.exists():
         raise RunError(f"{PEER_PYTHON} is missing: the peer has an environment of its own. Mend: make peer")
-    target, output = demo_target(), output.absolute()
-    home = (data or output).absolute()
+    output = output.absolute()
     folder = output / "peer"
     folder.mkdir(parents=True, exist_ok=True)
-    first = quality_recipe(target, home / "prompts", 1.0, answer_tokens, [])
-    counts = {"train": train_prompts, "validation": 24, "test": test_prompts}
-    prepared, base = prepare_once(target, first, home, counts)
+    ready = Ready.make((data or output).absolute(), train_prompts, answer_tokens, test_prompts)
+    target = ready.target
     if not all((folder / f"{name}.safetensors").exists() for name in ("rows", "target")):
-        write_data(prepared, first, target, folder)
+        write_data(ready.prepared, ready.recipe, target, folder)
     chosen = list(range(seeds))
     for seed in chosen:
-        batches = batches_of(prepared.rows["train"], first.training.max_tokens_per_batch, seed, tokens)
-        recipe = ours_recipe(target, home / "prompts", answer_tokens, seed, len(batches))
-        run_variant(f"ours-{seed}", recipe, base, output, target)
-        train_peer(peer_case(target, prepared, folder, seed, batches), folder)
+        batches = ready.batches(seed, tokens)
+        recipe = ours_recipe(target, ready.home / "prompts", answer_tokens, seed, len(batches))
+        run_variant(f"ours-{seed}", recipe, ready.base, output, target)
+        train_peer(peer_case(target, ready.prepared, folder, seed, batches), folder)
     sources = {f"ours-{seed}": output / f"ours-{seed}" for seed in chosen}
     sources |= {f"peer-{seed}": take_over(folder, seed, target) for seed in chosen}
-    prompts = [list(one.ids) for one in load_prompts(first.data.test, target, first.data.chat, test_prompts, 0)]
-    found = {mode: measured(output, mode, sources, target, prompts, max_new_tokens, tokens) for mode in SAMPLINGS}
+    found = {mode: measured(output, mode, sources, ready, max_new_tokens, tokens) for mode in SAMPLINGS}
     console = Console(width=150)
     console.print(table(found, chosen))
     worse = False
@@ -249,17 +285,18 @@ def main(
 
 
 def measured(
-    output: Path, mode: str, sources: dict[str, Path], target: Target, prompts: list[list[int]], new: int, tokens: int
+    output: Path, mode: str, sources: dict[str, Path], ready: Ready, new: int, tokens: int
 ) -> dict[str, dict[str, list[int]]]:
     """The counts of each draft in this mode, kept in output/counts.json."""
     path = output / "counts.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
-    for name, source in sources.items():
-        key = f"{mode}, {name}, {len(prompts)} prompts, {new} new, {tokens} tokens"
+    keys = {name: f"{mode}, {name}, {len(ready.prompts)} prompts, {new} new, {tokens} tokens" for name in sources}
+    for name, key in keys.items():
         if key not in kept:
-            kept[key] = counts_of(load_draft(source, target), target, prompts, SAMPLINGS[mode], new)
+            draft = load_draft(sources[name], ready.target)
+            kept[key] = counts_of(draft, ready.target, ready.prompts, SAMPLINGS[mode], new)
             write_json(path, kept)
-    return {name: kept[f"{mode}, {name}, {len(prompts)} prompts, {new} new, {tokens} tokens"] for name in sources}
+    return {name: kept[key] for name, key in keys.items()}
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -138,11 +139,9 @@ class Life:
                 torch.set_num_threads(1)
                 run_training(recipe, None, self.folder, False, False)
                 status = 0
-        except BaseException:  # Whatever it is, the fork must not go on as the script.
-            import traceback
-
-            traceback.print_exc()
-        finally:
+        finally:  # Whatever came, the fork must not go on as the script.
+            if status:
+                traceback.print_exc()
             sys.stderr.flush()
             os._exit(status)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drafttrain.drafts import eagle3
-from drafttrain.recipe import parse_recipe, recipe_difference
+from drafttrain.recipe import RegenerateConfig, parse_recipe, recipe_difference
 from drafttrain.target import Target
 from tests.load_script import load_script
 from tests.tiny_models import make_model
@@ -35,12 +35,13 @@ def test_the_raw_texts_are_those_of_the_files_behind_the_prompts(tmp_path) -> No
     prompt = text[100:400]
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "train.jsonl").write_text(json.dumps({"prompt": prompt, "file": name}) + "\n")
-    changes = bench.raw_changes(tmp_path, tmp_path, 112)
+    changes = bench.raw_changes(tmp_path, tmp_path, RegenerateConfig(max_new_tokens=112, top_k=50))
     (row,) = map(json.loads, (tmp_path / "raw.jsonl").read_text().splitlines())
     start = text.index(prompt)
     assert row["prompt"] == prompt
     assert row["completion"] == text[start + 300 : start + 300 * 160 // 48]
     assert changes["data"]["regenerate"]["splits"] == ["validation"]
+    assert changes["data"]["regenerate"]["top_k"] == 50
 
 
 def test_the_late_mask_leaves_out_the_last_token_of_the_prompt_and_is_taken_back() -> None:

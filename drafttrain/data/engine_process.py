@@ -17,21 +17,24 @@ from typing import Any, Self
 
 from drafttrain.data.http_client import EngineError
 
+PYTHON = Path(".venv-engines/bin/python")
+"""That of the environment which `make engine-venv` sets up."""
+WORKER = Path(__file__).with_name("vllm_worker.py")
 LOG_LINES = 8
 ERROR = re.compile(r"\b\w+Error: ")
 GRACE = 10.0  # seconds between the request to end and the kill
 
 
 class VllmWorker:
-    """A context manager around one worker `script`. The folder with job and log is removed, or kept and named in the
-    error.
+    """A context manager around one worker (vllm_worker.py). The folder with job and log is removed, or kept and named
+    in the error.
 
     patience: seconds without a line after which it is given up. told: it reads lines (`tell`) from its standard input,
     which ends with this process; its engine is then a process of its own.
     """
 
-    def __init__(self, script: Path, python: Path, job: Mapping[str, Any], patience: float, told: bool = False):
-        self.script, self.python, self.patience, self.told = script, Path(python), patience, told
+    def __init__(self, python: Path, job: Mapping[str, Any], patience: float, told: bool = False):
+        self.python, self.patience, self.told = Path(python), patience, told
         self.folder = Path(tempfile.mkdtemp(prefix="drafttrain-vllm-"))
         self.output, self.log = self.folder / "output.jsonl", self.folder / "log.txt"
         self.output.touch()
@@ -41,7 +44,7 @@ class VllmWorker:
 
     def __enter__(self) -> Self:
         # -I keeps this package's folder and this interpreter's settings away from the other Python.
-        command = [str(self.python), "-I", str(self.script), str(self.folder / "job.json")]
+        command = [str(self.python), "-I", str(WORKER), str(self.folder / "job.json")]
         try:
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen(
@@ -56,7 +59,7 @@ class VllmWorker:
             shutil.rmtree(self.folder)
             raise EngineError(
                 f"{self.python} cannot be run ({error.strerror}); expected the Python of an environment with vLLM. "
-                "Mend: make engine-venv, and give .venv-engines/bin/python"
+                f"Mend: make engine-venv, and give {PYTHON}"
             ) from error
         return self
 

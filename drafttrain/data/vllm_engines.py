@@ -12,15 +12,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
-from drafttrain.data.engine_process import VllmWorker
+from drafttrain.data.engine_process import PYTHON, VllmWorker
 from drafttrain.data.http_client import BODY_SHOWN, EngineError, Server
 from drafttrain.data.server_answers import complete
 from drafttrain.recipe import VllmConfig
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
 PATIENCE = 3600.0
 """Seconds until an engine that says nothing is given up: large models load, compile and capture for long."""
-DEFAULT_PYTHON = Path(".venv-engines/bin/python")
 
 Rows = Sequence[tuple[int, Sequence[int]]]
 Files = list[tuple[int, Path]]
@@ -56,7 +54,7 @@ class StartedEngine(Road):
 
     def __init__(self, python: Path, arguments: Mapping[str, Any]):
         self.facts: Mapping[str, Any] = {}
-        self._worker = VllmWorker(WORKER, python, {"llm": arguments}, PATIENCE, told=True)
+        self._worker = VllmWorker(python, {"llm": arguments}, PATIENCE, told=True)
 
     def __enter__(self) -> Self:
         self._worker.__enter__()
@@ -188,7 +186,7 @@ def engine_arguments(
 
 def engine_python(settings: VllmConfig) -> Path:
     """The interpreter of vLLM's environment. EngineError where it is not there."""
-    python = Path(settings.python or os.environ.get("DRAFTTRAIN_ENGINE_PYTHON") or DEFAULT_PYTHON)
+    python = Path(settings.python or os.environ.get("DRAFTTRAIN_ENGINE_PYTHON") or PYTHON)
     if not python.exists():
         raise EngineError(
             f"{python} is not there. Expected the Python of vLLM's environment. Mend: make engine-venv, or set "

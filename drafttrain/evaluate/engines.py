@@ -29,7 +29,6 @@ from drafttrain.evaluate.runner import Prompt
 from drafttrain.nn.sampling import Sampling
 
 Progress = Callable[[int, str], None]
-WORKER = Path(__file__).with_name("vllm_worker.py")
 WITHOUT_FOLDER = ("ngram", "suffix")
 KINDS = {"draft_model": "kd"}
 """The report's name of a method, where it is not vLLM's."""
@@ -331,7 +330,7 @@ def _run_workers(python, plan, job, patience, progress) -> tuple[dict[str, Any],
             llm = job["llm"] if config is None else {**job["llm"], "speculative_config": config}
             if progress is not None:
                 progress(done, f"{run.label}: starting")
-            with VllmWorker(WORKER, python, {**job, "llm": llm}, patience) as worker:
+            with VllmWorker(python, {**job, "llm": llm}, patience) as worker:
                 for line in worker.lines():
                     if line["kind"] == "engine":
                         facts = line

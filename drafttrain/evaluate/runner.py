@@ -357,14 +357,18 @@ def _repetition(runs: Sequence[_Run]) -> float | None:
 
 def _device(target: Target) -> dict[str, Any]:
     cuda = target.device.type == "cuda"
-    unit = 1 if sys.platform == "darwin" else 1024
     return {
         "name": torch.cuda.get_device_name(target.device) if cuda else "CPU",
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "capture": capture_note(target),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_memory_bytes": process_peak(),
     }
+
+
+def process_peak() -> int:
+    """Bytes at most so far of this process; macOS counts them, Linux KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _versions() -> dict[str, str]:

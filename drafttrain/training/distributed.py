@@ -20,14 +20,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from drafttrain.data.run_folder import RunError
 from drafttrain.drafts.base import Draft
 from drafttrain.recipe import TrainingConfig
+from drafttrain.training import BUCKET
 
 OPTIMIZER, SCHEDULER, POSITION = "optimizer.pt", "scheduler.pt", "position.json"
 """Files of a checkpoint: of torch's own layout, whole; how many global batches it has seen, and in what steps."""
 ADAM = ("exp_avg", "exp_avg_sq")
-BUCKET = 50_000_000
-"""Elements of DeepSpeed's buffers, in fp32, where its configuration does not say: its own 500 million are of another
-size than drafts.
-"""
 MODULE_OWN = frozenset(vars(nn.Module()))
 
 

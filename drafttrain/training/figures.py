@@ -1,15 +1,13 @@
 """What the log says of the steps since its last line: summed figures as rates, and how well the machine is used."""
 
-import resource
-
 import torch
 from torch import Tensor, nn
 
+from drafttrain.data.store import GIB
 from drafttrain.drafts.base import Draft
 from drafttrain.evaluate.roofline import RooflineError, find_device
+from drafttrain.evaluate.runner import process_peak
 from drafttrain.nn.fused_losses import StepFigures
-
-GIB = 2**30
 
 
 def parts(figures: StepFigures) -> tuple[Tensor, ...]:
@@ -84,5 +82,4 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_memory(device: torch.device) -> tuple[float, float]:
     """GiB at most so far: of this process, and of the tensors on its GPU (0 on a CPU)."""
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    return process, torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
+    return process_peak() / GIB, torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0

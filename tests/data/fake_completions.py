@@ -3,17 +3,40 @@ until a stop or max_tokens. With faults to order.
 """
 
 import json
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from typing import Any
 
-from tests.fake_http import QuietHandler
+from tests.fake_http import QuietHandler, Serving
+
+
+class _Handler(QuietHandler):
+    fake: "FakeCompletions"
+
+    def do_GET(self):
+        fake = self.fake
+        entry = {"id": fake.name, "root": fake.root, "max_model_len": fake.max_model_len}
+        self.whole(200, json.dumps(fake.models or {"data": [entry]}) if self.path == "/v1/models" else "{}")
+
+    def do_POST(self):
+        fake = self.fake
+        body = self.asked()
+        with fake.lock:
+            number = len(fake.bodies)
+            fake.bodies.append(body)
+            fake.paths.append(self.path)
+            fake.headers.append(dict(self.headers))
+            fake.running += 1
+            fake.most = max(fake.most, fake.running)
+        try:
+            self.answer(fake.faults.get(number), lambda: fake.answer(body))
+        finally:
+            with fake.lock:
+                fake.running -= 1
 
 
 @dataclass
-class FakeCompletions:
+class FakeCompletions(Serving):
     """after: the token that follows each; stops: tokens that end an answer; decode: text of tokens.
 
     ids: whether token ids are returned; faults: {request number from 0: (status, body)} or "lost" for a connection that
@@ -36,18 +59,8 @@ class FakeCompletions:
     headers: list[dict] = field(default_factory=list)
     running: int = 0
     most: int = 0
-
-    def __enter__(self):
-        self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+    handler = _Handler
+    path = "/v1"
 
     def answer(self, body: dict) -> dict:
         tokens, last = [], body["prompt"][-1]
@@ -60,34 +73,3 @@ class FakeCompletions:
         if self.ids:
             choice |= {"token_ids": tokens, "prompt_token_ids": body["prompt"]}
         return {"choices": [self.change(choice)], "usage": {"completion_tokens": len(tokens)}}
-
-
-class _Handler(QuietHandler):
-    fake: FakeCompletions
-
-    def do_GET(self):
-        fake = self.fake
-        entry = {"id": fake.name, "root": fake.root, "max_model_len": fake.max_model_len}
-        self.whole(200, json.dumps(fake.models or {"data": [entry]}) if self.path == "/v1/models" else "{}")
-
-    def do_POST(self):
-        fake = self.fake
-        body = self.asked()
-        with fake.lock:
-            number = len(fake.bodies)
-            fake.bodies.append(body)
-            fake.paths.append(self.path)
-            fake.headers.append(dict(self.headers))
-            fake.running += 1
-            fake.most = max(fake.most, fake.running)
-        try:
-            fault = fake.faults.get(number)
-            if fault == "lost":
-                self.connection.close()
-            elif fault is not None:
-                self.whole(*fault)
-            else:
-                self.whole(200, json.dumps(fake.answer(body)))
-        finally:
-            with fake.lock:
-                fake.running -= 1

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from drafttrain.target import Target
-from tests.fake_http import QuietHandler
+from tests.fake_http import QuietHandler, Serving
 
 STUB = '''#!{python}
 """Runs the script it is given, with a fake vllm whose engine copies files that were computed before."""
@@ -92,7 +91,7 @@ if MODE != "absent":
 else:
     sys.modules["vllm"] = None
 no = types.SimpleNamespace(is_available=lambda: False)
-sys.modules["torch"] = types.SimpleNamespace(cuda=no, __version__="2.13.0")
+sys.modules["torch"] = types.SimpleNamespace(cuda=no, get_num_threads=lambda: 2, __version__="2.13.0")
 assert sys.argv[1] == "-I"
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -140,8 +139,23 @@ def asked_rows(seen: Sequence[Mapping]) -> list[tuple[int, ...]]:
     return [tuple(ids) for line in seen for ids in line.get("rows", ())]
 
 
+class _Handler(QuietHandler):
+    fake: "FakeServer"
+
+    def do_GET(self):
+        entry = {"id": "target", "root": None, "max_model_len": self.fake.max_model_len}
+        self.whole(200, json.dumps({"data": [entry]}))
+
+    def do_POST(self):
+        fake, body = self.fake, self.asked()
+        with fake.lock:
+            number = len(fake.bodies)
+            fake.bodies.append(body)
+        self.answer(fake.faults.get(number), lambda: fake.answer(number, body))
+
+
 @dataclass
-class FakeServer:
+class FakeServer(Serving):
     """A server whose connector writes the files of `states` into `folder`, which it calls `named`.
 
     faults: {request number from 0: (status, body) or "lost"}; change: what becomes of each answer.
@@ -155,18 +169,8 @@ class FakeServer:
     change: Callable[[dict], dict] = lambda answer: answer
     delay: float = 0.02
     bodies: list[dict] = field(default_factory=list)
-
-    def __enter__(self):
-        self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+    handler = _Handler
+    path = "/v1"
 
     def answer(self, number: int, body: dict) -> dict:
         name = f"cmpl-{body['request_id']}-0-{number:08x}.safetensors"
@@ -186,24 +190,3 @@ class FakeServer:
             time.sleep(self.delay)
             file.write(data[100:])
         lock.close()
-
-
-class _Handler(QuietHandler):
-    fake: FakeServer
-
-    def do_GET(self):
-        entry = {"id": "target", "root": None, "max_model_len": self.fake.max_model_len}
-        self.whole(200, json.dumps({"data": [entry]}))
-
-    def do_POST(self):
-        fake, body = self.fake, self.asked()
-        with fake.lock:
-            number = len(fake.bodies)
-            fake.bodies.append(body)
-        fault = fake.faults.get(number)
-        if fault == "lost":
-            self.connection.close()
-        elif fault is not None:
-            self.whole(*fault)
-        else:
-            self.whole(200, json.dumps(fake.answer(number, body)))

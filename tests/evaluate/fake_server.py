@@ -5,16 +5,104 @@ Counters count whole rounds, as the engines do, also where max_tokens cuts the l
 prompt of ids p is (sum(p) + i) % 97, so that any two servers answer alike."""
 
 import json
-import threading
 import time
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 
-from tests.fake_http import QuietHandler
+from tests.fake_http import QuietHandler, Serving
+
+
+class _Handler(QuietHandler):
+    fake: "FakeEngine"
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        engine = self.fake
+        answers = {
+            "/v1/models": {"data": [{"id": engine.model, "owned_by": engine.flavour}]},
+            "/version": {"version": "0.32.0"} if engine.flavour == "vllm" else None,
+            "/server_info": self.server_info() if engine.flavour == "sglang" else None,
+        }
+        if self.path == "/metrics" and engine.metrics:
+            self.whole(200, engine.page())
+        elif answers.get(self.path):
+            self.whole(200, json.dumps(answers[self.path]))
+        else:
+            self.whole(404, '{"detail":"Not Found"}')
+
+    def server_info(self) -> dict:
+        engine = self.fake
+        speculation = {
+            "speculative_algorithm": "EAGLE3" if engine.k else None,
+            "speculative_num_steps": engine.k or None,
+            "speculative_eagle_topk": engine.topk if engine.k else None,
+            "speculative_num_draft_tokens": engine.k * engine.topk + 1 if engine.k else None,
+        }
+        return {"version": "0.5.23", **speculation}
+
+    def do_POST(self):
+        engine = self.fake
+        body = self.asked()
+        with engine.lock:
+            number = len(engine.bodies)
+            engine.bodies.append(body)
+        if number in engine.refuses:
+            self.whole(*engine.refuses[number])
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        deliveries, accepted = engine.deliveries(body["prompt"], body["max_tokens"])
+        for position, tokens in enumerate(deliveries):
+            if engine.dies == (number, position):
+                self.close_connection = True
+                self.connection.close()
+                engine.close()
+                return
+            time.sleep(engine.pause)
+            usage = {"completion_tokens": sum(len(one) for one in deliveries[: position + 1])}
+            choice = {"index": 0, "text": "".join(chr(0x4E00 + token) for token in tokens)}
+            choice["token_ids"] = tokens if engine.reports_ids else None
+            self.event({"choices": [choice], "usage": usage})
+        if number == engine.fails:
+            self.event({"error": {"message": "EngineCore encountered an issue", "code": 500}})
+            return
+        self.event({"choices": [], "usage": usage, **self.details(accepted)})
+        if not engine.lag:
+            engine.count(accepted, body["max_tokens"])
+        self.chunk(b"data: [DONE]\n\n")
+        self.chunk(b"")
+        if engine.lag:
+            time.sleep(engine.lag)
+            engine.count(accepted, body["max_tokens"])
+
+    def details(self, accepted: list[int]) -> dict:
+        engine = self.fake
+        if not (engine.details and engine.k):
+            return {}
+        histogram = [accepted.count(j) for j in range(max(accepted) + 1)]
+        drafted = len(accepted) * engine.k * engine.topk
+        if engine.flavour == "vllm":
+            counts = {"acceptance_histogram": histogram, "num_draft_tokens": drafted, "num_spec_tokens": engine.k}
+            return {"metrics": {"speculative_decoding": counts}}
+        counts = {
+            "spec_verify_ct": len(accepted),
+            "spec_num_correct_drafts": sum(accepted),
+            "spec_num_proposed_drafts": drafted,
+            "spec_correct_drafts_histogram": histogram,
+        }
+        return {"sglext": {"spec_tokens_details": counts}}
+
+    def event(self, value: dict) -> None:
+        self.chunk(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    def chunk(self, data: bytes) -> None:
+        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.flush()
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(Serving):
     """k 0: a server without a draft. dies: (request, delivery) at which the connection and the server break off, the
     first request being 0; refuses: {request: (status, body)}; fails: request whose stream holds an error event."""
 
@@ -38,23 +126,11 @@ class FakeEngine:
         default_factory=lambda: dict.fromkeys(("rounds", "drafted", "accepted", "tokens", "steps"), 0)
     )
     reached: list[int] = field(default_factory=list)
+    handler = _Handler
 
     def __enter__(self):
         self.reached = [0] * self.k
-        self.lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"engine": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+        return super().__enter__()
 
     def tokens(self, prompt, count: int) -> list[int]:
         start = sum(prompt) if isinstance(prompt, list) else len(prompt)
@@ -111,93 +187,3 @@ class FakeEngine:
                     f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="{i}"}} {float(number)}'
                 )
         return "\n".join(lines) + "\n"
-
-
-class _Handler(QuietHandler):
-    engine: FakeEngine
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        engine = self.engine
-        answers = {
-            "/v1/models": {"data": [{"id": engine.model, "owned_by": engine.flavour}]},
-            "/version": {"version": "0.32.0"} if engine.flavour == "vllm" else None,
-            "/server_info": self.server_info() if engine.flavour == "sglang" else None,
-        }
-        if self.path == "/metrics" and engine.metrics:
-            self.whole(200, engine.page())
-        elif answers.get(self.path):
-            self.whole(200, json.dumps(answers[self.path]))
-        else:
-            self.whole(404, '{"detail":"Not Found"}')
-
-    def server_info(self) -> dict:
-        engine = self.engine
-        speculation = {
-            "speculative_algorithm": "EAGLE3" if engine.k else None,
-            "speculative_num_steps": engine.k or None,
-            "speculative_eagle_topk": engine.topk if engine.k else None,
-            "speculative_num_draft_tokens": engine.k * engine.topk + 1 if engine.k else None,
-        }
-        return {"version": "0.5.23", **speculation}
-
-    def do_POST(self):
-        engine = self.engine
-        body = self.asked()
-        with engine.lock:
-            number = len(engine.bodies)
-            engine.bodies.append(body)
-        if number in engine.refuses:
-            self.whole(*engine.refuses[number])
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        deliveries, accepted = engine.deliveries(body["prompt"], body["max_tokens"])
-        for position, tokens in enumerate(deliveries):
-            if engine.dies == (number, position):
-                self.close_connection = True
-                self.connection.close()
-                engine.close()
-                return
-            time.sleep(engine.pause)
-            usage = {"completion_tokens": sum(len(one) for one in deliveries[: position + 1])}
-            choice = {"index": 0, "text": "".join(chr(0x4E00 + token) for token in tokens)}
-            choice["token_ids"] = tokens if engine.reports_ids else None
-            self.event({"choices": [choice], "usage": usage})
-        if number == engine.fails:
-            self.event({"error": {"message": "EngineCore encountered an issue", "code": 500}})
-            return
-        self.event({"choices": [], "usage": usage, **self.details(accepted)})
-        if not engine.lag:
-            engine.count(accepted, body["max_tokens"])
-        self.chunk(b"data: [DONE]\n\n")
-        self.chunk(b"")
-        if engine.lag:
-            time.sleep(engine.lag)
-            engine.count(accepted, body["max_tokens"])
-
-    def details(self, accepted: list[int]) -> dict:
-        engine = self.engine
-        if not (engine.details and engine.k):
-            return {}
-        histogram = [accepted.count(j) for j in range(max(accepted) + 1)]
-        drafted = len(accepted) * engine.k * engine.topk
-        if engine.flavour == "vllm":
-            counts = {"acceptance_histogram": histogram, "num_draft_tokens": drafted, "num_spec_tokens": engine.k}
-            return {"metrics": {"speculative_decoding": counts}}
-        counts = {
-            "spec_verify_ct": len(accepted),
-            "spec_num_correct_drafts": sum(accepted),
-            "spec_num_proposed_drafts": drafted,
-            "spec_correct_drafts_histogram": histogram,
-        }
-        return {"sglext": {"spec_tokens_details": counts}}
-
-    def event(self, value: dict) -> None:
-        self.chunk(b"data: " + json.dumps(value).encode() + b"\n\n")
-
-    def chunk(self, data: bytes) -> None:
-        self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-        self.wfile.flush()

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from drafttrain.data import engine_process
 from drafttrain.data.http_client import EngineError
 from drafttrain.drafts.medusa_config import MedusaConfig
-from drafttrain.evaluate import engines
 from drafttrain.evaluate.engine_run import evaluate_in_vllm
 from drafttrain.evaluate.engines import EngineDraft, evaluate_vllm
 from drafttrain.evaluate.runner import Prompt
@@ -119,7 +119,7 @@ def test_a_report_of_plain_decoding_and_two_drafts(stub, draft, tmp_path, monkey
     assert report["engine"]["version"] == "0.32.0" and report["device"]["threads"] == 2
 
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
-    assert seen[0]["argv"][:2] == ["-I", str(engines.WORKER)]
+    assert seen[0]["argv"][:2] == ["-I", str(engine_process.WORKER)]
     llm = {"model": "models/tiny", "model_impl": "transformers", "max_num_seqs": 1, "enable_prefix_caching": False}
     assert seen[0]["job"]["llm"] | llm == seen[0]["job"]["llm"] and "speculative_config" not in seen[0]["job"]["llm"]
     speculative = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(draft.folder)}
@@ -244,7 +244,7 @@ def test_what_cannot_be_run(stub, draft, tmp_path):
 
 
 def test_the_worker_needs_nothing_but_vllm():
-    tree = ast.parse(engines.WORKER.read_text())
+    tree = ast.parse(engine_process.WORKER.read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     assert names - {"torch", "vllm"} <= sys.stdlib_module_names
@@ -276,7 +276,7 @@ class Engine:
 
 
 def test_the_worker_reads_differences():
-    worker = load_script(engines.WORKER)
+    worker = load_script(engine_process.WORKER)
     vllm = SimpleNamespace(SamplingParams=dict)
     line = worker.run_group(Engine(), vllm, {"sampling": {"max_tokens": 3}}, 7, [[11]], [5])
     assert line["prompts"] == [{"index": 7, "tokens": [11, 5, 3], "ttft": 0.5, "seconds": 2.5}]
