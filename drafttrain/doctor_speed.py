@@ -1,13 +1,12 @@
 """The check of speed: slower than plain decoding although drafts are accepted, and which cost is the reason."""
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from drafttrain.doctor_case import Case, Problem, Result, Unmeasured, verdict
 from drafttrain.evaluate.cost import best_k, interpolate, speedup_at
 from drafttrain.evaluate.summary import costs, speedup
+from drafttrain.export.card import Source, newest_report
 
 SLOWER = 1.0
 NOISE = 0.97
@@ -17,12 +16,13 @@ FEW_TOKENS = 1.5
 
 
 def speed(case: Case) -> Result:
-    """The best K at each number of requests against plain decoding, from the run's newest report.json, else from the
-    answers given here; where it is slower, the cost that would have to fall (`reason`).
+    """The best K at each number of requests against plain decoding, from the run's newest report.json about this very
+    draft, else from the answers given here; where it is slower, the cost that would have to fall (`reason`).
     """
-    path = newest_report(case)
-    if path is not None:
-        rows, limit, where = list(_reported(path, case.draft.method)), SLOWER, f"of {path}"
+    found = newest_report(Source.of(case.folder), case.draft.method, case.folder)
+    if found is not None:
+        path, report = found
+        rows, limit, where = list(_reported(report["runs"], case.draft.method)), SLOWER, f"of {path}"
     else:
         rows, limit, where = [_measured(case)], NOISE, f"measured here on {len(case.prompts)} prompts"
     if not rows:
@@ -40,15 +40,8 @@ def speed(case: Case) -> Result:
     return verdict(problems, evidence, runs=[{key: run[key] for key in keys} for run in rows])
 
 
-def newest_report(case: Case) -> Path | None:
-    """The report.json written last in the run's evaluation folder."""
-    found = list((case.run.path / "evaluation").glob("*/report.json")) if case.recipe else []
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _reported(path: Path, method: str) -> Iterator[dict[str, Any]]:
+def _reported(runs: Sequence[dict[str, Any]], method: str) -> Iterator[dict[str, Any]]:
     """At each number of requests the fastest exact run of the trained draft."""
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     best: dict[int, dict] = {}
     for run in runs:
         ours = run["draft"] == method and run["trained"] and not run.get("lossy")

@@ -280,7 +280,8 @@ def _sharding(at: Callable[[int, str | None], Memory], room: float, N: int, toke
     held = at(tokens, chosen).held["target"]
     why = f"{peak / GIB:.1f} GiB a process"
     if peak > room:
-        why += f", which is too much; {held / GIB:.1f} GiB of it are the target: shard that, or features.source vllm"
+        why += f", which is too much; {held / GIB:.1f} GiB of it are the target: shard it (target.shard), or "
+        why += "features.source vllm"
     return {"key": "accelerate configuration", "value": f"recipes/accelerate/{chosen}.yaml", "why": why}
 
 
@@ -292,7 +293,7 @@ def _batch(recipe: Recipe, at, room: float, engine: str | None, data: Volume) ->
         parts = sorted(least.held.items(), key=lambda item: -item[1])
         largest = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in parts[:2])
         why = f"{STEP_TOKENS} tokens a batch still take {least.peak / GIB:.1f} GiB ({largest})"
-        value = "a larger one, more processes with recipes/accelerate/fsdp2.yaml, or target.device_map over several"
+        value = "a larger one, or more processes with recipes/accelerate/fsdp2.yaml and target.shard=true"
         return [{"key": "device", "value": value, "why": why}]
     low, high = 1, MOST_TOKENS // STEP_TOKENS
     while low < high:

@@ -128,7 +128,8 @@ def made_again(recipe: Recipe, draft: DraftOutline, target: TargetOutline, setti
 def step_memory(
     recipe: Recipe, draft: DraftOutline, target: TargetOutline, setting: Setting, engine: str | None = None, N: int = 1
 ) -> Memory:
-    """Memory of a process of N under an engine of ENGINES, None: alone. The target lies whole on each process.
+    """Memory of a process of N under an engine of ENGINES, None: alone. The target lies whole on each process, with
+    target.shard its layers are spread over the N, taken for those of one machine.
 
     DDP: gradients once more, in its buckets. FSDP2 gathers the draft as one unit in fp32 for forward and backward, its
     gradients are whole until the backward's end, then each process keeps its share. ZeRO (arXiv 1910.02054), all in
@@ -140,6 +141,8 @@ def step_memory(
     own = P // N if engine in ("fsdp2", "zero3") else P
     partition = P // N if engine and engine.startswith("zero") else 0
     held = _held(recipe, draft, target, own, partition, ADAM * draft.trained // share)
+    if recipe.target.shard:
+        held["target"] = target.bytes_of(N)
     kept = P // N if engine in ("fsdp2", "zero2", "zero3") else P
     if recipe.training.gradient_accumulation_steps > 1:
         held["gradients (accumulated)"] = kept

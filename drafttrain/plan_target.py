@@ -93,6 +93,15 @@ class TargetOutline:
         """A token's keys and values in all layers; windows are not taken off."""
         return 2 * self.model.shape.kv * len(self.model.layers) * self.itemsize
 
+    def bytes_of(self, processes: int) -> int:
+        """On the device of one process where the layers are spread over so many (target.shard): its share, all else
+        whole, and two gathered layers: the one that runs and the next.
+        """
+        if processes == 1:
+            return self.bytes
+        layers = sum(self.model.layers) * self.itemsize
+        return self.bytes - layers + layers // processes + 2 * max(self.model.layers) * self.itemsize
+
 
 def outline_target(settings: TargetConfig, device: str = "cuda") -> TargetOutline:
     """The target of a recipe from its config; weights are looked at where they are in a local folder, never read.

@@ -56,6 +56,7 @@ def contradictions(recipe) -> Iterator[str]:
     if recipe.training.gradient_checkpointing and recipe.method != "kd" and recipe.draft.lora is None:
         yield "training.gradient_checkpointing: is for whole models; expected method kd, or medusa with draft.lora"
     yield from _selection(recipe)
+    yield from _shards(recipe)
     engine, served = recipe.export.engine, ENGINES.get(recipe.method)
     if served and engine not in served:
         yield f"export.engine: found {engine!r}, expected one of {', '.join(served)} for method {recipe.method}"
@@ -66,6 +67,20 @@ def contradictions(recipe) -> Iterator[str]:
 def _changed(section: BaseModel, names: tuple[str, ...]) -> list[str]:
     """The names whose value is not the default. A saved recipe gives every key, so being given says nothing."""
     return [name for name in names if getattr(section, name) != type(section).model_fields[name].default]
+
+
+def _shards(recipe) -> Iterator[str]:
+    """What cannot go with a target whose layers are spread over processes."""
+    if not recipe.target.shard:
+        return
+    if recipe.target.device_map is not None:
+        yield f"target.shard: target.device_map is {recipe.target.device_map!r}; expected one of them"
+    if recipe.target.gguf_file is not None:
+        yield "target.shard: target.gguf_file is given; expected plain weights"
+    if recipe.method == "kd" and student_kind(recipe.draft) == "pruned":
+        yield "target.shard: a pruned student shares whole layers with the target; expected draft.init_from or fresh"
+    if recipe.method == "medusa" and recipe.draft.lora is not None:
+        yield "target.shard: draft.lora tunes the whole target; expected draft.lora null"
 
 
 def _selection(recipe) -> Iterator[str]:

@@ -88,6 +88,7 @@ class TargetConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     device: Text = "auto"
     device_map: Text | None = None
+    shard: bool = False
     attn_implementation: Text | None = None
     trust_remote_code: bool = False
 

@@ -5,7 +5,7 @@ hs[k] is the residual stream after k decoder layers: hs[0] the embedding output,
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -33,6 +33,7 @@ from drafttrain.target_files import (
     read_tokenizer,
 )
 from drafttrain.target_head import TargetHead, first_value, logit_shape
+from drafttrain.target_shards import Shards, in_turns, mesh_here, processes_here
 from drafttrain.target_support import ATTENTION, KNOWN, check_supported
 
 __all__ = [
@@ -104,7 +105,7 @@ class Target:
     model, tokenizer, config (the TEXT config), name, folder (None for a model in memory), num_layers n, hidden_size Ht,
     vocab_size V (the config's, padding included), dtype, device, decoder (backbone of embed_tokens, layers and norm),
     layers, final_norm, embed_weight [V, Ht] (the raw table, unscaled), lm_head_weight [V, Ht], stop_ids,
-    max_positions, rms_norm_eps, fingerprint."""
+    max_positions, rms_norm_eps, fingerprint, shards (None: every weight is whole here)."""
 
     def __init__(
         self,
@@ -112,9 +113,10 @@ class Target:
         tokenizer: PreTrainedTokenizerBase | None,
         name: str,
         folder: Path | None = None,
+        shards: Shards | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer, self.name, self.folder = tokenizer, name, folder
+        self.tokenizer, self.name, self.folder, self.shards = tokenizer, name, folder, shards
         self.config: PretrainedConfig = model.config.get_text_config(decoder=True)
         self._values = self.config.to_dict()
         self.decoder, self.final_norm = find_decoder(model)
@@ -130,7 +132,8 @@ class Target:
         self.head_dim: int = self._values.get("head_dim") or self.hidden_size // self.config.num_attention_heads
         self.rms_norm_eps: float = first_value(self._values, EPSILONS, "the epsilon of its norms")
         self.captured: dict[int, Any] = {}  # By batch size: StaticSteps, kept from one decoding to the next.
-        self.check_head()
+        with self.together():
+            self.check_head()
 
     @classmethod
     def from_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = "model"):
@@ -159,6 +162,10 @@ class Target:
     def spread(self) -> bool:
         """Whether the weights lie on several devices."""
         return len({parameter.device for parameter in self.model.parameters()}) > 1
+
+    def together(self) -> AbstractContextManager[None]:
+        """Where the layers are spread over processes (`shards`): what runs the target goes inside, in all of them."""
+        return nullcontext() if self.shards is None else self.shards.together()
 
     @property
     def title(self) -> str:
@@ -379,6 +386,7 @@ def load_target(
     dtype: str = "auto",
     device: str = "auto",
     device_map: str | None = None,
+    shard: bool = False,
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -386,7 +394,8 @@ def load_target(
     """A frozen Target from a folder, a hub id, a .gguf file, or a folder and the name of a GGUF file in it.
 
     dtype auto: as stored, float16 on a CPU as bfloat16. device_map ("auto", "balanced", ..) spreads the layers over
-    devices and overrides device. TargetError, within seconds, for whatever is missing, unknown or not a decoder."""
+    devices and overrides device; shard: over the processes of this launch on this machine (target_shards.py), if there
+    are several. TargetError, within seconds, for whatever is missing, unknown or not a decoder."""
     chosen = choose_device(device)
     folder = find_folder(name_or_path, gguf_file, revision, trust_remote_code)
     config = read_config(str(folder), trust_remote_code)
@@ -395,5 +404,33 @@ def load_target(
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     options = {key: value for key, value in options.items() if value is not None}
     options |= {"dtype": choose_dtype(dtype, config, folder, chosen), "trust_remote_code": trust_remote_code}
+    if shard and processes_here() > 1:
+        model, shards = _spread(lambda: read_model(str(folder), config, options), chosen)
+        return Target(model, tokenizer, name_or_path, folder, shards)
     model = read_model(str(folder), config, options)
     return Target(model if device_map else model.to(chosen), tokenizer, name_or_path, folder)
+
+
+def _spread(read: Callable[[], PreTrainedModel], device: torch.device) -> tuple[PreTrainedModel, Shards]:
+    """A model of which this process keeps its part of each layer; read by one process after the other, so that a
+    machine's memory holds one whole model at a time.
+    """
+    mesh = mesh_here(device)
+
+    def part() -> tuple[PreTrainedModel, Shards]:
+        model = read()
+        check_plain(model)
+        decoder, _ = find_decoder(model)
+        shards = Shards(decoder, decoder.get_submodule("layers"), mesh)
+        return model.to(device), shards
+
+    return in_turns(part, mesh)
+
+
+def check_plain(model: PreTrainedModel) -> None:
+    """TargetError for quantised weights, which cannot be spread over processes."""
+    if "quantization_config" in model.config.to_dict():
+        raise TargetError(
+            "target.shard spreads plain weights, and this target's are quantised. Expected bf16, fp16 or fp32. Mend: "
+            "features.source vllm, or target.device_map."
+        )

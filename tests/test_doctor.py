@@ -3,6 +3,7 @@ the target, speed and figures that need no run.
 """
 
 import json
+import os
 import shutil
 from collections import Counter
 
@@ -134,11 +135,27 @@ def test_without_a_store_greedy_answers_are_the_record(tmp_path):
 
 
 def entry(**changes):
-    base = {"draft": "eagle3", "trained": True, "lossy": False, "tree": None, "concurrency": 1, "k": 3, "o": 0.02}
+    base = {
+        "draft": "eagle3",
+        "checkpoint": "elsewhere/run/draft",
+        "trained": True,
+        "lossy": False,
+        "tree": None,
+        "concurrency": 1,
+        "k": 3,
+        "o": 0.02,
+    }
     base |= {"per_position_acceptance": [0.7, 0.5, 0.35], "mean_acceptance_length": 2.55, "c": 0.05, "v": 1.1}
     run = base | changes
     cost = run["v"] + run["k"] * run["c"] + run["o"]
     return {"speedup": run["mean_acceptance_length"] / cost, **run}
+
+
+def report_in(folder, run, *runs):
+    """A report about the run's draft."""
+    fingerprint = json.loads((run.draft / "drafttrain.json").read_text())["target_fingerprint"]
+    report = {"schema": 1, "target": {"fingerprint": fingerprint}, "runs": runs}
+    (folder / "report.json").write_text(json.dumps(report))
 
 
 EVEN = {"per_position_acceptance": [0.5, 0.45, 0.4], "mean_acceptance_length": 2.35}
@@ -162,11 +179,20 @@ def test_a_report_slower_than_plain_decoding_names_the_reason(tmp_path, why):
     assert slow["speedup"] < 1
     plain = {"draft": "none", "trained": False, "speedup": None}
     worse = entry(**SLOW[why] | {"o": 3.0})
-    (folder / "report.json").write_text(json.dumps({"runs": [plain, worse, slow]}))
+    report_in(folder, run, plain, worse, slow)
     result = fails(examine(run, "speed"), why)
     assert result.numbers["runs"][0]["speedup"] == slow["speedup"]
-    (folder / "report.json").write_text(json.dumps({"runs": [plain, slow, entry(concurrency=slow["concurrency"])]}))
+    report_in(folder, run, plain, slow, entry(concurrency=slow["concurrency"]))
     assert examine(run, "speed").status == "PASS"
+
+
+def test_a_report_about_an_earlier_draft_does_not_count(tmp_path):
+    run = copied(tmp_path)
+    folder = run.path / "evaluation" / "test"
+    folder.mkdir(parents=True)
+    report_in(folder, run, {"draft": "none", "trained": False, "speedup": None}, entry(o=3.0))
+    os.utime(folder / "report.json", (0, 0))
+    assert "measured here" in str(examine(run, "speed").evidence)
 
 
 def test_a_smaller_k_is_named_with_what_it_would_give():

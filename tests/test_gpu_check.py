@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from drafttrain.nn import fused_losses
+from tests.load_script import load_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,18 +37,21 @@ def test_the_tiny_run():
     assert "0 failed, 0 slow, 4 not run" in done.stdout.splitlines()[-1]
 
 
-def test_a_wrong_result_ends_with_status_1(tmp_path):
-    """sitecustomize makes the loss kernel's value wrong by a tenth."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import drafttrain.nn.fused_losses as module\n"
-        "right = module.fused_draft_loss\n"
-        "def wrong(*arguments):\n"
-        "    value, *rest = right(*arguments)\n"
-        "    return value * 1.1, *rest\n"
-        "module.fused_draft_loss = wrong\n"
-    )
-    done = run("--tiny", PYTHONPATH=f"{tmp_path}:{ROOT}")
-    assert done.returncode == 1 and "2 failed" in done.stdout.splitlines()[-1], done.stdout + done.stderr
+def test_a_wrong_result_ends_with_status_1(monkeypatch, capsys):
+    """The loss kernel's value wrong by a tenth; the other sections are left out."""
+    right = fused_losses.fused_draft_loss
+
+    def wrong(*arguments):
+        value, *rest = right(*arguments)
+        return value * 1.1, *rest
+
+    monkeypatch.setattr(fused_losses, "fused_draft_loss", wrong)
+    script = load_script("gpu_check")
+    for section in ("check_attention", "check_steps", "measure"):
+        monkeypatch.setattr(script, section, lambda *arguments: None)
+    with pytest.raises(typer.Exit) as caught:
+        script.main(tiny=True)
+    assert caught.value.exit_code == 1 and "2 failed" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_without_a_device_or_the_package_it_says_what_is_missing(tmp_path):

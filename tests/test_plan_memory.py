@@ -306,3 +306,19 @@ def test_the_measurement_s_own_recipes(tmp_path, monkeypatch):
         assert volume(recipe).batch == recipe.training.max_tokens_per_batch
         assert plan_cost(recipe, device="cpu", rates=False)["memory"]["alone"]["peak"] > 0
     assert 0 < bench.resident("VmRSS") <= bench.resident("VmHWM")
+
+
+def test_a_target_that_is_spread_over_processes(targets, tmp_path):
+    recipe = recipe_for(targets("Llama"), "eagle3", tmp_path, **EAGLE3)
+    target = outline_target(recipe.target, "cpu")
+    draft, setting = outline_draft(recipe, target), setting_of(recipe, target, volume(recipe), "cpu")
+    spread = recipe.model_copy(update={"target": recipe.target.model_copy(update={"shard": True})})
+    whole, parts = (
+        [step_memory(one, draft, target, setting, "fsdp2", N).held["target"] for N in (1, 4)]
+        for one in (recipe, spread)
+    )
+    layers, size = target.model.layers, target.itemsize
+    assert whole == [target.bytes, target.bytes]
+    other = target.bytes - sum(layers) * size
+    assert parts == [target.bytes, other + sum(layers) * size // 4 + 2 * layers[0] * size]
+    assert parts[1] < target.bytes

@@ -24,6 +24,8 @@ def capture_note(target: Target) -> str:
     """For reports: "cuda graphs" where a target's steps are captured, or "none: " and why not."""
     if target.device.type != "cuda":
         return f"none: {target.device.type}"
+    if target.shards is not None:
+        return "none: the target's layers are spread over processes"
     if target.spread:
         return "none: the target is spread over several devices"
     values = target.model.config.to_dict()

@@ -93,11 +93,12 @@ class JsonLog(TrainerCallback):
                 raise unwritten(self.path, error) from error
 
 
-def unwritten(path: Path, error: OSError) -> RunError:
-    """A file of the run that could not be written."""
+def unwritten(path: Path, error: Exception) -> RunError:
+    """A file or folder of the run that could not be written."""
+    why = error.strerror if isinstance(error, OSError) else error
     return RunError(
-        f"{path} could not be written ({error.strerror}). The last checkpoint is intact. Mend: free some space, then "
-        "run the same command to resume."
+        f"{path} could not be written ({why}); what was there before and the last checkpoint are intact. Mend: free "
+        "some space, then run the same command to resume."
     )
 
 

@@ -21,6 +21,7 @@ from drafttrain.export.folder import MASTER, save_draft
 from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target, load_target
+from drafttrain.training.callbacks import unwritten
 from drafttrain.training.checkpoints import settle
 from drafttrain.training.on_policy import OnPolicy
 from drafttrain.training.selection import LENGTH, Acceptance
@@ -50,8 +51,7 @@ def train(
 def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: PartialState, stop: Stop) -> None:
     target = target or load_target(**recipe.target.model_dump())
     if prepared is None:
-        with state.main_process_first():
-            prepared = prepare(recipe, run, target, say)
+        prepared = main_first(state, target, lambda: prepare(recipe, run, target, say))
     draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
     if draft.method == "kd":
         check_layers(recipe.export.engine, draft.shape, f"the student ({draft.name})")
@@ -70,8 +70,10 @@ def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: Partial
         if state.is_main_process:
             settle(run, say)
     trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance, stop)
+    trainer.together = target.together
     if not run.checkpoints():
-        start_up_gate(draft, recipe, prepared, sources["train"], say)
+        with target.together():
+            start_up_gate(draft, recipe, prepared, sources["train"], say)
         if state.is_main_process:
             _save(draft, target, run.untrained, dtype)
     else:
@@ -91,8 +93,9 @@ def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: Partial
         with trainer.whole() as whole:
             if state.is_main_process:
                 _save(whole, target, run.draft, dtype, **_switches(recipe))
-    if recipe.method == "medusa" and state.is_main_process:
-        _calibrate_tree(recipe, run, target, prepared, trainer, say)
+    with target.together():
+        if recipe.method == "medusa" and state.is_main_process:
+            _calibrate_tree(recipe, run, target, prepared, trainer, say)
     minutes = trainer.budget.seconds() / 60
     best = ""
     if trainer.best is not None:
@@ -110,6 +113,15 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())
 
 
+def main_first(state: PartialState, target: Target, work: Callable[[], Prepared]) -> Prepared:
+    """work() of the main process and then of the others, which find done what it did."""
+    with target.together():
+        done = work() if state.is_main_process else None
+    state.wait_for_everyone()
+    with target.together():
+        return work() if done is None else done
+
+
 def _switches(recipe: Recipe) -> dict:
     """What a draft's folder says of the chat template's switches, where there are some."""
     switches = recipe.data.chat_template_kwargs
@@ -120,7 +132,7 @@ def _save(draft: Draft, target: Target, folder: Path, dtype: torch.dtype, **prov
     try:
         save_draft(draft, target, folder, dtype, **provenance)
     except (OSError, SafetensorError) as error:
-        raise _unwritten(folder, error) from error
+        raise unwritten(folder, error) from error
 
 
 def _calibrate_tree(recipe: Recipe, run: RunFolder, target: Target, prepared: Prepared, trainer, say) -> None:
@@ -142,14 +154,7 @@ def _calibrate_tree(recipe: Recipe, run: RunFolder, target: Target, prepared: Pr
     try:
         tree_calibration.calibrate_folders(folders, target, batches, texts, recipe.draft.tree_nodes, say)
     except OSError as error:
-        raise _unwritten(run.draft, error) from error
-
-
-def _unwritten(folder: Path, error: Exception) -> RunError:
-    return RunError(
-        f"{folder} could not be written ({error}); what was there before is intact. Mend: free some space, then run "
-        "the same command to resume."
-    )
+        raise unwritten(run.draft, error) from error
 
 
 def start_up_gate(draft: Draft, recipe: Recipe, prepared: Prepared, source, say: Callable[[str], None]) -> None:

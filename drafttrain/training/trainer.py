@@ -5,6 +5,7 @@ frozen target.
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -42,8 +43,10 @@ class DraftTrainer(GuardedTrainer):
     What it adds to Trainer: batches under a token budget, the objective divided by the step-0 rows of all ranks and
     accumulation steps, step_acceptance in the logs, whole-or-nothing checkpoints, bad steps that are left out or stop
     the run, a budget in minutes, and selection by acceptance as served (`acceptance`; None: by validation loss). stop:
-    what signals ask of it.
+    what signals ask of it. together: the target's own, where it is more than one process's.
     """
+
+    together = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -120,7 +123,8 @@ class DraftTrainer(GuardedTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         batch = batch_of(inputs)
-        batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
+        with self.together():
+            batch = self.sources[OWN if int(batch.index[0]) < 0 else "train"].attach(batch)
         batch = self.screens["train"].pass_on(batch)
         with self.autocast():  # accelerate and DeepSpeed do so within the model, FSDP2 does not.
             output: DraftLoss = model(batch_on(batch, self.args.device))
@@ -218,7 +222,7 @@ class DraftTrainer(GuardedTrainer):
         """eval_acceptance_length, tau of the evaluator's loop, and the seconds that it took."""
         assert self.acceptance is not None
         started, accelerator = time.monotonic(), self.accelerator
-        with self.whole() as draft:
+        with self.whole() as draft, self.together():
             ranks = accelerator.process_index, accelerator.num_processes
             counts = self.acceptance.measure(draft, *ranks, ends=lambda: self.stop.number > 0)
         sums = torch.tensor([counts.accepted, counts.iterations], device=self.args.device)
@@ -232,7 +236,7 @@ class DraftTrainer(GuardedTrainer):
         summed.
         """
         sums = None
-        with self.whole() as draft:
+        with self.whole() as draft, self.together():
             was_training = draft.training
             draft.eval()
             for indices in self.validation_batches[self.accelerator.process_index :: self.accelerator.num_processes]:

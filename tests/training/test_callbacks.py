@@ -71,7 +71,7 @@ def test_log_lines(tmp_path) -> None:
 
 
 def test_a_log_that_cannot_be_written(tmp_path) -> None:
-    with pytest.raises(RunError, match="could not be written .* last checkpoint is intact"):
+    with pytest.raises(RunError, match="could not be written .* last checkpoint are intact"):
         log(tmp_path, 1, loss=1.0)  # a folder
 
 

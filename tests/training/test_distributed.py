@@ -66,6 +66,15 @@ def test_two_processes_go_on_as_one_and_one_goes_on_as_two(straight, engine) -> 
     check.compare(alone(then, make_recipe(folder, **options())), straight, STEPS, start)
 
 
+def test_a_target_that_is_spread_over_two_processes_teaches_the_same(straight) -> None:
+    folder, start = straight.parent, check.start_of(straight)
+    values = settings(folder, **options(gradient_accumulation_steps=2))
+    values["target"] |= {"shard": True}
+    recipe = write_recipe(folder, values, "shard.yaml")
+    check.launch("ddp", 2, [(recipe, folder / "shard")])
+    check.compare(folder / "shard", straight, STEPS, start)
+
+
 def test_four_processes_train_every_method(tmp_path) -> None:
     values = settings(tmp_path, max_steps=2, max_tokens_per_batch=32, eval_steps=2)
     write_recipe(tmp_path, values, "eagle3.yaml")
