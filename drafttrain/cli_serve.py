@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from drafttrain.cli_common import AsJson, OptionError, console_for, find_source, say_for, served_target
-from drafttrain.data.engine_process import PYTHON
+from drafttrain.data.engine_process import PYTHON, SET_UP
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +45,7 @@ def serve_check(
     run, recipe = find_source(source, target)
     if url is None and not engine_python.exists():
         raise OptionError(
-            f"{engine_python} is not there. Expected the Python of vLLM's environment. Mend: make engine-venv, "
+            f"{engine_python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, "
             "--engine-python PATH, or --url of a running server"
         )
     loaded = served_target(run, recipe, target, dtype)

@@ -24,6 +24,22 @@ NEAR = 0.1
 """Relative rms error below which a stored state is a recomputed one: bfloat16 and other batch shapes give 1 to 3%."""
 
 
+FEW = 6
+"""Rows that a draft, or what it is tried against, must be right at before one can be told from the other."""
+
+
+def check_enough(tried: Sequence[Tensor], valid: Tensor) -> None:
+    """Unmeasured where the draft and what it was tried against (bool hits of each, over `valid` rows) are both right at
+    next to no row.
+    """
+    most = max(int((hits & valid).sum()) for hits in tried)
+    if most < FEW:
+        raise Unmeasured(
+            f"the draft is right at {int((tried[0] & valid).sum())} of {int(valid.sum())} rows, and no neighbour at "
+            f"more than {most}: too few to tell what fits better. Train it longer, or give more --samples"
+        )
+
+
 def eagle3(case: Case) -> Eagle3Draft:
     """The case's draft, where it is an EAGLE-3 one; Unmeasured for the others."""
     if not isinstance(case.draft, Eagle3Draft):
@@ -47,17 +63,21 @@ def layers(case: Case) -> Result:
         problems.append((f"config.json declares layers {declared}, the run was trained on {trained}", written(trained)))
     problems += _exports(case, declared)
     valid, own = texts.valid(1), hits_of(draft, texts, 1)
+    tried = [own]
     told = [f"declared {declared} {percent(share(own, valid))}"]
     found = {}
     for shift, name in ((-1, "one lower"), (1, "one higher")):
         moved = [k + shift for k in declared]
         if moved[0] >= 0 and moved[-1] <= n:
             hits = hits_of(draft, texts, 1, layers=moved)
+            tried.append(hits)
             found[shift] = share(hits, valid)
             told.append(f"{name} {moved} {percent(found[shift])}")
             if clearly_better(hits, own):
                 problems.append((f"off by one: layers {moved} fit better than the declared {declared}", written(moved)))
     problems += _stored_layers(case, declared)
+    if not problems:
+        check_enough(tried, valid)
     evidence = f"acceptance at step 1 over {int(valid.sum())} rows: {', '.join(told)}"
     return verdict(problems, [evidence], declared=declared, trained=trained, shifted=found, rows=int(valid.sum()))
 
@@ -209,8 +229,10 @@ def rope(case: Case) -> Result:
         f"theta {shape.rope_theta:g}, scaling {_kind(shape.rope_scaling)}, head_dim {shape.head_dim}; acceptance at "
         f"step 1 {percent(share(own, whole))}, in the later half of {length} positions {percent(share(own, late))}"
     ]
+    tried = [own]
     for what, changes in _other_shapes(case, shape):
         hits, *_ = _everywhere(case, reshaped(draft, case, **changes))
+        tried.append(hits)
         said = ", ".join(
             f"{key} {_kind(value) if key == 'rope_scaling' else f'{value:g}'}" for key, value in changes.items()
         )
@@ -220,6 +242,8 @@ def rope(case: Case) -> Result:
             problems.append((found, f"write {said} into config.json"))
         else:
             evidence.append(told)
+    if not problems:
+        check_enough(tried, whole)
     return verdict(problems, evidence, theta=shape.rope_theta, head_dim=shape.head_dim)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafttrain.doctor_case import Case, Problem, Result, verdict
+from drafttrain.doctor_case import Case, Problem, Result, Unmeasured, verdict
 from drafttrain.doctor_words import Texts, hits_of, logits_of, percent, step_states
 from drafttrain.drafts.base import Draft, DraftError
 from drafttrain.drafts.eagle3 import Eagle3Draft
@@ -53,6 +53,8 @@ def steps(case: Case) -> Result:
         problems.append((f"{found}: positions or caching differ between training and serving", AGAIN))
     if isinstance(draft, Eagle3Draft):
         problems += _falls(case, forced, before)
+    if not problems and not sum(loop) and not joint.any():
+        raise Unmeasured("no draft was right, in the loop or teacher-forced: train longer, or give more --samples")
     rates = case.answers.drafted.counts.conditional_acceptance
     evidence = [
         f"conditional acceptance, teacher-forced: {_line(forced)}; in the loop: {_line(rates)}",

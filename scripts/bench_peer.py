@@ -163,7 +163,7 @@ def peer_case(target: Target, prepared: Prepared, folder: Path, seed: int, batch
         "layer": layer,
         "architectures": list(config.architectures or ["Gemma3ForCausalLM"]),
         "feature_layers": prepared.layers,
-        "draft_ids": list(prepared.vocab.ids),
+        "draft_ids": [int(word) for word in prepared.vocab.ids],
         "seed": seed,
         "batches": batches,
         "output": str(folder / f"peer-{seed}.part"),

@@ -136,6 +136,8 @@ def is_setting(key: str, values: object = None) -> bool:
     """Whether the dotted key is one of a recipe's; values: what it is set to, whose own keys are looked up too."""
     model: object = Recipe
     for name in key.split("."):
+        if name.isdigit() and isinstance(model, type):  # an entry of a list
+            continue
         if not isinstance(model, type) or name not in model.model_fields:
             return False
         model = section_of(model.model_fields[name].annotation)

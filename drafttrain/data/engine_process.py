@@ -19,6 +19,7 @@ from drafttrain.data.http_client import EngineError
 
 PYTHON = Path(".venv-engines/bin/python")
 """That of the environment which `make engine-venv` sets up."""
+SET_UP = "make engine-venv (on CUDA with VLLM=vllm)"
 WORKER = Path(__file__).with_name("vllm_worker.py")
 LOG_LINES = 8
 ERROR = re.compile(r"\b\w+Error: ")
@@ -59,7 +60,7 @@ class VllmWorker:
             shutil.rmtree(self.folder)
             raise EngineError(
                 f"{self.python} cannot be run ({error.strerror}); expected the Python of an environment with vLLM. "
-                f"Mend: make engine-venv, and give {PYTHON}"
+                f"Mend: {SET_UP}, and give {PYTHON}"
             ) from error
         return self
 
@@ -108,7 +109,7 @@ class VllmWorker:
                     if begun.endswith("\n"):
                         line, begun = json.loads(begun), ""
                         if line["kind"] == "error":
-                            raise self._error(f"{line['message']}. Mend: make engine-venv, or give another Python")
+                            raise self._error(f"{line['message']}. Mend: {SET_UP}, or give another Python")
                         if line["kind"] == "end":
                             return
                         yield line

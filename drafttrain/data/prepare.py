@@ -243,7 +243,7 @@ def _rows(split, entries, recipe: Recipe, run: RunFolder, target: Target, manife
     )
     if facts["unsupervised_stop"]:
         cut = facts["unsupervised_stop"]
-        say(f"  note: {cut} answers end without a stop token (cut by a length limit, or the data has none)")
+        say(f"  note: {cut} answers end without a stop token (cut by max_new_tokens, max_length, or the data has none)")
     return prepared_rows(run, split)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat_template import Chat
+from drafttrain.data.engine_process import SET_UP
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
 from drafttrain.drafts.medusa_config import MedusaConfig
@@ -99,8 +100,7 @@ def evaluate_in_vllm(
     """
     if not python.exists():
         raise EngineError(
-            f"{python} is not there. Expected the Python of vLLM's environment. Mend: make engine-venv, or "
-            "--engine-python PATH"
+            f"{python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, or --engine-python PATH"
         )
     folder = find_draft(source)
     method = VLLM_METHODS[draft_method(folder)]

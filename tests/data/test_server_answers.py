@@ -295,7 +295,6 @@ def test_prepare_with_a_server(tmp_path) -> None:
     [
         ({"model": "m"}, "found model 'm', expected it beside server"),
         ({"concurrency": 4}, "found concurrency 4, expected it beside server"),
-        ({"server": "http://x/v1", "batch_size": 4}, "found batch_size 4, expected concurrency"),
     ],
 )
 def test_settings_that_would_be_ignored(tmp_path, given, found) -> None:
@@ -303,6 +302,12 @@ def test_settings_that_would_be_ignored(tmp_path, given, found) -> None:
     values["data"]["regenerate"] = given
     with pytest.raises(RecipeError, match=found):
         parse_recipe(values, tmp_path)
+
+
+def test_a_recipe_for_the_target_itself_takes_a_server_by_override(tmp_path) -> None:
+    values = settings(tmp_path)
+    values["data"]["regenerate"] = {"server": "http://x/v1", "batch_size": 4}
+    assert parse_recipe(values, tmp_path).data.regenerate.server == "http://x/v1"
 
 
 def test_an_address_that_is_none(target, tmp_path) -> None:
