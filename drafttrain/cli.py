@@ -173,6 +173,14 @@ def train(
     Example: drafttrain train recipes/gemma3/eagle3-gemma3-270m.yaml training.max_minutes=20
     """
     run_training(recipe, overrides, output, fresh, as_json)
+    end_training()
+
+
+def end_training() -> None:
+    """What a process does when all that it was to train is trained."""
+    from drafttrain.training.run import leave_processes
+
+    leave_processes()
 
 
 def run_training(recipe: Path, overrides, output, fresh: bool, as_json: bool, method: str | None = None) -> None:
@@ -210,6 +218,7 @@ def run_training_script(method: str, words: str) -> None:
         as_json: AsJson = False,
     ) -> None:
         run_training(recipe, overrides, output, fresh, as_json, method)
+        end_training()
 
     command.__doc__ = words
     run_command(lambda: typer.run(command))

@@ -61,11 +61,12 @@ def work(arguments: Sequence[str]) -> None:
 
     if not torch.accelerator.is_available():
         take_cpus_for_devices()
-    from drafttrain.cli import run_training
+    from drafttrain.cli import end_training, run_training
 
     end = arguments.index("::")
     for recipe, folder in zip(arguments[0:end:2], arguments[1:end:2], strict=True):
         run_training(Path(recipe), list(arguments[end + 1 :]), Path(folder), False, False)
+    end_training()
 
 
 def take_cpus_for_devices() -> None:

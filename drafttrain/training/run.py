@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
+from torch import distributed
 
 from drafttrain.data.batching import TokenBudgetSampler, collate
 from drafttrain.data.features import DTYPES
@@ -111,6 +112,15 @@ def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: Partial
 def processes() -> PartialState:
     """accelerate's view of the processes of this launch; told of a CPU, where it would take them for unrelated ones."""
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def leave_processes() -> None:
+    """Leave the launch's process group, after the last training that ended well: a process whose threads still talk
+    through it when the interpreter ends may abort. After an error nothing is waited for; the launcher ends the others.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        PartialState().wait_for_everyone()
+        distributed.destroy_process_group()
 
 
 def main_first(state: PartialState, target: Target, work: Callable[[], Prepared]) -> Prepared:
