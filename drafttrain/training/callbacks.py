@@ -95,7 +95,7 @@ class JsonLog(TrainerCallback):
 
 def unwritten(path: Path, error: Exception) -> RunError:
     """A file or folder of the run that could not be written."""
-    why = error.strerror if isinstance(error, OSError) else error
+    why = getattr(error, "strerror", None) or error
     return RunError(
         f"{path} could not be written ({why}); what was there before and the last checkpoint are intact. Mend: free "
         "some space, then run the same command to resume."
