@@ -81,6 +81,8 @@ def mesh_here(device: torch.device) -> DeviceMesh:
     """The processes of this machine, of one dimension; every process of the launch asks for it at once."""
     here = processes_here()
     shape = (distributed.get_world_size() // here, here)
+    if shape[0] == 1:  # The launch's own group: another one's threads were seen to abort a process that ends.
+        return init_device_mesh(device.type, (here,))
     return init_device_mesh(device.type, shape, mesh_dim_names=("machines", "here"))["here"]
 
 
