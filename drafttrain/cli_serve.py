@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from drafttrain.cli_common import AsJson, OptionError, console_for, find_source, say_for, served_target
-from drafttrain.data.engine_process import PYTHON, SET_UP
+from drafttrain.cli_common import AsJson, console_for, find_source, say_for, served_target
+from drafttrain.data.engine_process import PYTHON, check_python
 
 
 def register(app: typer.Typer) -> None:
@@ -43,11 +43,8 @@ def serve_check(
 
     say = say_for(as_json)
     run, recipe = find_source(source, target)
-    if url is None and not engine_python.exists():
-        raise OptionError(
-            f"{engine_python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, "
-            "--engine-python PATH, or --url of a running server"
-        )
+    if url is None:
+        check_python(engine_python, "--engine-python PATH, or --url of a running server")
     loaded = served_target(run, recipe, target, dtype)
     rows = load_prompt_set(prompts, num_prompts, 0)
     ids = [list(prompt_tokens(row, loaded, Chat.of(recipe))) for row in rows]

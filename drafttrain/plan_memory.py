@@ -140,9 +140,8 @@ def step_memory(
     share = N if engine and engine != "ddp" else 1
     own = P // N if engine in ("fsdp2", "zero3") else P
     partition = P // N if engine and engine.startswith("zero") else 0
-    held = _held(recipe, draft, target, own, partition, ADAM * draft.trained // share)
-    if recipe.target.shard:
-        held["target"] = target.bytes_of(N)
+    teacher = target.bytes_of(N if recipe.target.shard else 1)
+    held = _held(recipe, draft, teacher, target.itemsize, own + partition, ADAM * draft.trained // share)
     kept = P // N if engine in ("fsdp2", "zero2", "zero3") else P
     if recipe.training.gradient_accumulation_steps > 1:
         held["gradients (accumulated)"] = kept
@@ -190,16 +189,17 @@ def step_memory(
     return Memory(held, moments)
 
 
-def _held(recipe: Recipe, draft: DraftOutline, target: TargetOutline, own: int, partition: int, adam: int) -> dict:
+def _held(recipe: Recipe, draft: DraftOutline, teacher: int, itemsize: int, masters: int, adam: int) -> dict[str, int]:
+    """Bytes held all the time; teacher: of the target, whose weights take `itemsize` each."""
     frozen = sum(part.parameters * part.itemsize for part in draft.parts if not part.trained)
     held = {
-        "target": target.bytes,
-        "draft, fp32 masters": own + partition,
+        "target": teacher,
+        "draft, fp32 masters": masters,
         "draft, frozen": frozen + draft.copies,
         "optimizer": adam,
     }
     if recipe.method == "kd" and _measures(recipe):
-        held["student as served"] = draft.trained * target.itemsize  # To measure acceptance with, and kept.
+        held["student as served"] = draft.trained * itemsize  # To measure acceptance with, and kept.
     return held
 
 

@@ -134,8 +134,8 @@ class RegenerateConfig(Section):
     @model_validator(mode="after")
     def _of_one_kind(self) -> "RegenerateConfig":
         # With a server batch_size waits for the day without one: recipes have it, and the server comes by override.
-        for name in () if self.server else ("model", "concurrency", "endpoint"):
-            if getattr(self, name) != type(self).model_fields[name].default:
+        for name in ("model", "concurrency", "endpoint"):
+            if self.server is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"found {name} {getattr(self, name)!r}, expected it beside server")
         return self
 

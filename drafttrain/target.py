@@ -405,6 +405,7 @@ def load_target(
     options = {key: value for key, value in options.items() if value is not None}
     options |= {"dtype": choose_dtype(dtype, config, folder, chosen), "trust_remote_code": trust_remote_code}
     if shard and processes_here() > 1:
+        check_plain(config)
         model, shards = _spread(lambda: read_model(str(folder), config, options), chosen)
         return Target(model, tokenizer, name_or_path, folder, shards)
     model = read_model(str(folder), config, options)
@@ -419,7 +420,6 @@ def _spread(read: Callable[[], PreTrainedModel], device: torch.device) -> tuple[
 
     def part() -> tuple[PreTrainedModel, Shards]:
         model = read()
-        check_plain(model)
         decoder, _ = find_decoder(model)
         shards = Shards(decoder, decoder.get_submodule("layers"), mesh)
         return model.to(device), shards
@@ -427,9 +427,9 @@ def _spread(read: Callable[[], PreTrainedModel], device: torch.device) -> tuple[
     return in_turns(part, mesh)
 
 
-def check_plain(model: PreTrainedModel) -> None:
+def check_plain(config: PretrainedConfig) -> None:
     """TargetError for quantised weights, which cannot be spread over processes."""
-    if "quantization_config" in model.config.to_dict():
+    if "quantization_config" in config.to_dict():
         raise TargetError(
             "target.shard spreads plain weights, and this target's are quantised. Expected bf16, fp16 or fp32. Mend: "
             "features.source vllm, or target.device_map."

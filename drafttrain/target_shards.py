@@ -14,6 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 Made = TypeVar("Made")
 
@@ -25,13 +26,11 @@ class Shards:
         self.decoder, self.group, self.device = decoder, mesh.get_group(), torch.device(mesh.device_type)
         self.processes = mesh.size()
         self._open, self._idle = 0, False
-        inside = set()
         for layer in layers:
-            inside |= set(layer.parameters())
             fully_shard(layer, mesh=mesh)
-            inside |= set(layer.parameters())
         # The root of them all holds nothing itself; it lets a layer be gathered while the one before it runs.
-        fully_shard(decoder, mesh=mesh, ignored_params=set(decoder.parameters()) - inside)
+        whole = {parameter for parameter in decoder.parameters() if not isinstance(parameter, DTensor)}
+        fully_shard(decoder, mesh=mesh, ignored_params=whole)
         decoder.register_forward_pre_hook(self._announce, prepend=True)
 
     @contextmanager

@@ -10,6 +10,7 @@ import pytest
 
 from drafttrain.recipe import RecipeError, parse_recipe
 from drafttrain.target import TargetError, check_plain, load_target
+from drafttrain.target_files import read_config
 from tests.training.tiny_run import write_target
 
 ROOT = Path(__file__).parent.parent
@@ -40,11 +41,11 @@ def test_one_process_holds_it_all(tmp_path):
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    target = load_target(str(write_target(tmp_path / "target")))
-    check_plain(target.model)
-    target.model.config.quantization_config = {"quant_method": "fp8"}
+    config = read_config(str(write_target(tmp_path / "target")), False)
+    check_plain(config)
+    config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(TargetError, match=r"quantised\. Expected bf16, fp16 or fp32\. Mend: features\.source vllm"):
-        check_plain(target.model)
+        check_plain(config)
 
 
 @pytest.mark.parametrize(

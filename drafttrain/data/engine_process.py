@@ -26,6 +26,14 @@ ERROR = re.compile(r"\b\w+Error: ")
 GRACE = 10.0  # seconds between the request to end and the kill
 
 
+def check_python(python: Path, otherwise: str) -> None:
+    """EngineError where the interpreter of vLLM's environment is not there; otherwise: the other mends."""
+    if not python.exists():
+        raise EngineError(
+            f"{python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, {otherwise}"
+        )
+
+
 class VllmWorker:
     """A context manager around one worker (vllm_worker.py). The folder with job and log is removed, or kept and named
     in the error.

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
-from drafttrain.data.engine_process import PYTHON, SET_UP, VllmWorker
+from drafttrain.data.engine_process import PYTHON, VllmWorker, check_python
 from drafttrain.data.http_client import BODY_SHOWN, EngineError, Server
 from drafttrain.data.server_answers import complete
 from drafttrain.recipe import VllmConfig
@@ -187,9 +187,6 @@ def engine_arguments(
 def engine_python(settings: VllmConfig) -> Path:
     """The interpreter of vLLM's environment. EngineError where it is not there."""
     python = Path(settings.python or os.environ.get("DRAFTTRAIN_ENGINE_PYTHON") or PYTHON)
-    if not python.exists():
-        raise EngineError(
-            f"{python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, or set "
-            "features.vllm.python, DRAFTTRAIN_ENGINE_PYTHON or, for a running one, features.vllm.server"
-        )
+    others = "features.vllm.python, DRAFTTRAIN_ENGINE_PYTHON or, for a running one, features.vllm.server"
+    check_python(python, f"or set {others}")
     return python

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from drafttrain.data.chat_template import Chat
-from drafttrain.data.engine_process import SET_UP
+from drafttrain.data.engine_process import check_python
 from drafttrain.data.progress import progress_bar
 from drafttrain.drafts.loading import draft_method, find_draft
 from drafttrain.drafts.medusa_config import MedusaConfig
@@ -98,10 +98,7 @@ def evaluate_in_vllm(
     Greedy text is compared with our own plain decoding; the target leaves the device before vLLM starts. EngineError
     where there is no such interpreter, and for drawn drafts of Medusa heads.
     """
-    if not python.exists():
-        raise EngineError(
-            f"{python} is not there. Expected the Python of vLLM's environment. Mend: {SET_UP}, or --engine-python PATH"
-        )
+    check_python(python, "or --engine-python PATH")
     folder = find_draft(source)
     method = VLLM_METHODS[draft_method(folder)]
     sampling = samplings_of(settings)[0]

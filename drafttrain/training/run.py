@@ -70,8 +70,9 @@ def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: Partial
     with state.main_process_first():
         if state.is_main_process:
             settle(run, say)
-    trainer = DraftTrainer(draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance, stop)
-    trainer.together = target.together
+    trainer = DraftTrainer(
+        draft, recipe.training, run, prepared.rows, sources, keep_best, own, acceptance, stop, target.together
+    )
     if not run.checkpoints():
         with target.together():
             start_up_gate(draft, recipe, prepared, sources["train"], say)

@@ -5,7 +5,8 @@ frozen target.
 import json
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -46,8 +47,6 @@ class DraftTrainer(GuardedTrainer):
     what signals ask of it. together: the target's own, where it is more than one process's.
     """
 
-    together = staticmethod(nullcontext)
-
     def __init__(
         self,
         draft: Draft,
@@ -59,9 +58,10 @@ class DraftTrainer(GuardedTrainer):
         own: OnPolicy | None = None,
         acceptance: Acceptance | None = None,
         stop: Stop | None = None,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.config, self.run, self.rows, self.sources, self.on_best = config, run, rows, sources, on_best
-        self.own, self.acceptance = own, acceptance
+        self.own, self.acceptance, self.together = own, acceptance, together
         self.criterion = LOSS if acceptance is None else LENGTH
         self.budget, self.guard, self.stop = Budget(config.max_minutes), Guard(config), stop or Stop()
         self.flops = flops_per_token(draft)
