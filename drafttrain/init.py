@@ -2,15 +2,20 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
+
+import yaml
 
 from drafttrain.data.files import write_beside
 from drafttrain.init_facts import Facts, InitError, read_facts
 from drafttrain.init_families import Sibling, check_prunable, find_sibling
-from drafttrain.init_numbers import batch, check_rotary, draft_shape, feature_layers
+from drafttrain.init_memory import Batch, largest_batch
+from drafttrain.init_numbers import check_rotary, draft_shape, feature_layers, max_length
 from drafttrain.init_text import Plan, recipe_text
-from drafttrain.recipe import Recipe, load_recipe
+from drafttrain.plan_target import ModelOutline
+from drafttrain.recipe import Recipe, load_recipe, parse_recipe
 
 __all__ = ["InitError", "default_path", "make_recipe", "placed", "read_facts", "write_recipe"]
 
@@ -41,41 +46,34 @@ def make_recipe(
         raise InitError("--validation or --test without --data; expected the files to train on as well")
     if sibling is not None and method != "kd":
         raise InitError(f"--sibling is {sibling!r}, which is for --method kd; this is {method}")
-    shape, student, measures = draft_shape(facts), None, None
+    shape, student, outline = draft_shape(facts), None, None
     if method == "eagle3":
         feature_layers(facts.layers)
         check_rotary(facts)
     elif method == "kd":
-        student = _student(facts, sibling)
-        measures = _measures(facts, student)
-    plan = Plan(method, data, memory, shape, batch(facts, method, memory, shape, measures), student)
-    return recipe_text(facts, plan)
+        student, outline = _student(facts, sibling)
+    plan = Plan(method, data, memory, shape, Batch(max_length(facts)), student)
+    recipe = parse_recipe(yaml.safe_load(recipe_text(facts, plan)))  # All but the batch, which follows from it.
+    return recipe_text(facts, replace(plan, batch=largest_batch(facts, recipe, memory, outline)))
 
 
-def _student(facts: Facts, name: str | None) -> Sibling | int:
+def _student(facts: Facts, name: str | None) -> tuple[Sibling | int, ModelOutline | None]:
+    """(a sibling, or how many layers a pruned one keeps; a sibling's layout)."""
     if name is not None:
         given = read_facts(name)
         if abs(given.vocab - facts.vocab) > PADDING:
             raise InitError(
                 f"--sibling {name} has {given.vocab:,} words, the target {facts.vocab:,}; expected the same"
             )
-        inner = given.inner or 4 * given.width
-        sizes = (given.layers, given.width, inner, given.parameters)
-        return Sibling(given.name, (facts.kind,), (facts.vocab,), *sizes)
+        inner, heads = given.inner or 4 * given.width, (given.heads, given.kv_heads, given.head_dim)
+        sizes = (given.layers, given.width, inner, heads, given.parameters)
+        return Sibling(given.name, (given.kind,), (given.vocab,), *sizes), given.outline
     known = find_sibling(facts)
     if known is not None:
-        return known
+        return known, known.outline()
     count = max(2, facts.layers // (3 if facts.parameters < 1e9 else 8))
     check_prunable(facts, count)
-    return count
-
-
-def _measures(facts: Facts, student: Sibling | int) -> tuple[int, int, int, int]:
-    """(layers, width, MLP width, trained parameters) of the student."""
-    if isinstance(student, Sibling):
-        return student.layers, student.width, student.inner, student.parameters
-    body = max(0, facts.active - 2 * facts.vocab * facts.width)
-    return student, facts.width, facts.inner or 4 * facts.width, body * student // facts.layers
+    return count, None
 
 
 def placed(files: Sequence[str], folder: Path) -> list[str]:

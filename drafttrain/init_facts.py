@@ -6,16 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from drafttrain.errors import UserError
+from drafttrain.plan_target import STORED, ModelOutline, TargetOutline, outline_of
 from drafttrain.target import find_decoder
 from drafttrain.target_bare import bare_model, experts_of
 from drafttrain.target_files import GGUF_ERRORS, LOADING_ERRORS, TargetError, find_folder, loading_error, read_config
 from drafttrain.target_support import unsupported
-
-STORED = {"fp8": 1.0, "mxfp4": 0.54, "gptq": 0.56, "awq": 0.56, "bitsandbytes": 0.56, "compressed-tensors": 1.0}
-"""Bytes of a weight by quant_method, scales included, taken to hold for all weights."""
 
 
 class InitError(UserError):
@@ -24,14 +22,15 @@ class InitError(UserError):
 
 @dataclass(frozen=True)
 class Facts:
-    """A target in numbers. config: of the text model; family: model_type of the whole; wrapper: the multimodal class
-    around it, or None. inner: the MLP's width; experts, routed: of each layer and how many a token uses (0: dense).
-    parameters: all, vision included; active: those a token is multiplied with; template: its chat template, None where
-    it is not at hand.
+    """A target in numbers. config, outline: of the text model; family: model_type of the whole; wrapper: the class of
+    the multimodal model around it, or None. inner: the MLP's width; experts, routed: of each layer and how many a token
+    uses (0: dense). parameters: all, vision included; active: those a token is multiplied with; template: its chat
+    template, None where it is not at hand.
     """
 
     name: str
     config: PretrainedConfig
+    outline: ModelOutline
     family: str
     wrapper: str | None
     layers: int
@@ -69,13 +68,16 @@ class Facts:
         """As stored, or in bf16."""
         return self.parameters * (STORED.get(self.quantised, 2.0) if self.quantised else 2.0)
 
+    def spread(self, gpus: int) -> TargetOutline:
+        """As `drafttrain plan` counts it: in bf16, its weights in equal parts over so many GPUs."""
+        size = round(self.weight_bytes)
+        words = (2, "bfloat16", self.quantised)
+        return TargetOutline(self.name, self.outline, self.parameters, size, *words, devices=gpus)
+
     @property
     def cache_bytes(self) -> int:
         """Keys and values of one token, bf16, windows not counted off."""
-        values = self.config.to_dict()
-        if self.latent:
-            return 2 * self.layers * (values["kv_lora_rank"] + values["qk_rope_head_dim"])
-        return 2 * self.layers * 2 * self.kv_heads * self.head_dim
+        return self.spread(1).kv_bytes
 
 
 def read_facts(source: str, name: str | None = None) -> Facts:
@@ -127,7 +129,7 @@ def _template(folder: Path) -> str | None:
 def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
     text = config.get_text_config(decoder=True)
     values = text.to_dict()
-    parameters, unread, wrapper = _count(name, config)
+    model, parameters, unread, wrapper = _count(name, config)
     missing = [key for key in ("num_hidden_layers", "hidden_size", "vocab_size") if not values.get(key)]
     missing += [] if values.get("max_position_embeddings") else ["max_position_embeddings"]
     if missing:
@@ -138,6 +140,7 @@ def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
     return Facts(
         name=name,
         config=text,
+        outline=outline_of(model, text),
         family=config.model_type,
         wrapper=wrapper,
         layers=values["num_hidden_layers"],
@@ -157,8 +160,8 @@ def _facts(name: str, config: PretrainedConfig, template: str | None) -> Facts:
     )
 
 
-def _count(name: str, config: PretrainedConfig) -> tuple[int, int, str | None]:
-    """(parameters, those of experts, class of a multimodal wrapper or None), on a model without memory; InitError where
+def _count(name: str, config: PretrainedConfig) -> tuple[PreTrainedModel, int, int, str | None]:
+    """(model without memory, its parameters, those of experts, class of a multimodal wrapper or None); InitError where
     its decoder is laid out otherwise than Target reads it.
     """
     try:
@@ -175,4 +178,4 @@ def _count(name: str, config: PretrainedConfig) -> tuple[int, int, str | None]:
     sizes = {key: parameter.numel() for key, parameter in model.named_parameters()}
     experts = sum(count for key, count in sizes.items() if ".experts." in key)
     whole = model.config.get_text_config(decoder=True) is model.config
-    return sum(sizes.values()), experts, None if whole else type(model).__name__
+    return model, sum(sizes.values()), experts, None if whole else type(model).__name__

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from drafttrain.drafts.fresh_student import LAYER_LISTS, spread
@@ -13,13 +14,16 @@ from drafttrain.export.check_engines import LLAMA_CPP_HOOKLESS, SGLANG_HOOKS
 from drafttrain.export.gguf import FAMILIES as GGUF_FAMILIES
 from drafttrain.export.serve import lacks_hooks
 from drafttrain.init_facts import Facts, InitError
+from drafttrain.plan_target import ModelOutline, outline_model
 from drafttrain.target import find_decoder
 from drafttrain.target_bare import bare_model
 
 
 @dataclass(frozen=True)
 class Sibling:
-    """A published small model: layers, width, MLP width and parameters are those of its config."""
+    """A published small model, its input table its head too. kinds: text models whose tokenizer it has, its own type
+    first; vocabularies: theirs; heads: (queries, keys, channels of each). All numbers are those of its config.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -27,14 +31,31 @@ class Sibling:
     layers: int
     width: int
     inner: int
+    heads: tuple[int, int, int]
     parameters: int
+
+    def outline(self) -> ModelOutline:
+        """Laid out without memory."""
+        heads, kv_heads, head_dim = self.heads
+        config = AutoConfig.for_model(
+            self.kinds[0],
+            vocab_size=self.vocabularies[0],
+            num_hidden_layers=self.layers,
+            hidden_size=self.width,
+            intermediate_size=self.inner,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            tie_word_embeddings=True,
+        )
+        return outline_model(config)
 
 
 SIBLINGS = (
-    Sibling("meta-llama/Llama-3.2-1B-Instruct", ("llama",), (128256,), 16, 2048, 8192, 1_235_814_400),
-    Sibling("Qwen/Qwen2.5-0.5B-Instruct", ("qwen2",), (151936, 152064), 24, 896, 4864, 494_032_768),
-    Sibling("Qwen/Qwen3-0.6B", ("qwen3", "qwen3_moe"), (151936,), 28, 1024, 3072, 596_049_920),
-    Sibling("google/gemma-3-270m-it", ("gemma3_text",), (262144, 262208), 18, 640, 2048, 268_098_176),
+    Sibling("meta-llama/Llama-3.2-1B-Instruct", ("llama",), (128256,), 16, 2048, 8192, (32, 8, 64), 1_235_814_400),
+    Sibling("Qwen/Qwen2.5-0.5B-Instruct", ("qwen2",), (151936, 152064), 24, 896, 4864, (14, 2, 64), 494_032_768),
+    Sibling("Qwen/Qwen3-0.6B", ("qwen3", "qwen3_moe"), (151936,), 28, 1024, 3072, (16, 8, 128), 596_049_920),
+    Sibling("google/gemma-3-270m-it", ("gemma3_text",), (262144, 262208), 18, 640, 2048, (4, 1, 256), 268_098_176),
 )
 """The small model of a family, by its text models and the vocabulary sizes, padding included, that its larger ones
 have. Whether the tokenizers are one is checked when data is prepared.

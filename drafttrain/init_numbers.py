@@ -1,4 +1,4 @@
-"""The numbers of a new recipe, each from the target's config: shapes, vocabulary, lengths, and batches by memory."""
+"""The numbers of a new recipe, each from the target's config: shapes, vocabulary, lengths, rows answered at a time."""
 
 import math
 from dataclasses import dataclass
@@ -14,11 +14,8 @@ NODE = 8
 """GPUs that one machine has at most, as a rule."""
 SMALL = 1024
 """Targets narrower than this take the settings measured on Gemma 3 270M."""
-STEPS = 7
 HEADS = 4
 FEATURES = 3
-STATES = 16
-"""Bytes of a trained parameter: fp32 weight, gradient and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -126,57 +123,3 @@ def power_below(number: float, most: int) -> int:
     while 2 * power <= min(number, most):
         power *= 2
     return power
-
-
-@dataclass(frozen=True)
-class Batch:
-    """training.max_tokens_per_batch; over how many GPUs the target is spread; and GiB on the fullest of them: the
-    target's share, the draft with its optimizer, and activations of so many tokens, estimated from what a step keeps.
-    """
-
-    tokens: int
-    gpus: int
-    target: float
-    draft: float
-    activations: float
-
-    @property
-    def total(self) -> float:
-        return self.target + self.draft + self.activations
-
-
-def batch(facts: Facts, method: str, memory: float, shape: Shape, student: tuple[int, int, int, int] | None) -> Batch:
-    """The largest power of two that fits into 90% of `memory` GiB, no more than 16,384 (8,192 for small targets), no
-    less than a row. student: (layers, width, MLP width, trained parameters) of method kd.
-    """
-    if method == "kd":
-        assert student is not None
-        depth, width, inner, trained = student
-        each = depth * (2 * (12 * width + 3 * inner) + 16 * width) + 2 * facts.width
-    elif method == "medusa":
-        each, trained = _medusa(facts)
-    else:
-        each, trained = _eagle3(facts, shape)
-    count, least = gpus(facts, memory), STATES * trained + max_length(facts) * each
-    while facts.weight_bytes / count + least > 0.9 * memory * GIB and count < NODE:
-        count += 1
-    own = facts.weight_bytes / count
-    most = 8192 if facts.width < SMALL else 16384
-    free = 0.9 * memory * GIB - own - STATES * trained
-    tokens = max(power_below(free / each, most), max_length(facts))
-    return Batch(tokens, count, own / GIB, STATES * trained / GIB, tokens * each / GIB)
-
-
-def _eagle3(facts: Facts, shape: Shape) -> tuple[int, int]:
-    """(bytes a token, trained parameters): bf16 inputs of every product and fp32 residuals, in each unrolled step."""
-    H, rows = facts.width, draft_vocab(facts) or facts.vocab
-    qkv, out = (shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.heads * shape.head_dim
-    step = 2 * (4 * H + qkv + out + 3 * shape.inner) + 4 * 4 * H
-    features = 2 * (FEATURES + 1) * H
-    trained = FEATURES * H * H + 2 * H * qkv + out * H + 3 * H * shape.inner + rows * H
-    return features + STEPS * step, trained
-
-
-def _medusa(facts: Facts) -> tuple[int, int]:
-    """As `_eagle3`: one residual block for each head; the head's rows are the target's, frozen."""
-    return 2 * 2 * facts.width + HEADS * (2 * 3 + 4 * 2) * facts.width, HEADS * facts.width * (facts.width + 1)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from drafttrain.init_facts import Facts
 from drafttrain.init_families import THINKING, Sibling, engine_words
+from drafttrain.init_memory import Batch
 from drafttrain.init_numbers import (
     GIB,
     HEADS,
     NODE,
     SMALL,
     WEIGHTS_SHARE,
-    Batch,
     Shape,
     answer_batch,
     answer_tokens,
@@ -206,8 +206,8 @@ def _training(facts: Facts, plan: Plan) -> Iterator[str]:
     yield "training:"
     yield f"  num_train_epochs: {3 if small else 1 if sibling else 2}"
     yield from _line(f"  learning_rate: {rate}", why)
-    fits = f"an estimate of {batch.total:.0f} of {plan.memory:g} GiB: target {batch.target:.0f}"
-    words = f"{fits}, draft and optimizer {batch.draft:.0f}, activations {batch.activations:.0f}"
+    fits = f"about {batch.total:.0f} of {plan.memory:g} GiB: target {batch.target:.0f}"
+    words = f"{fits}, draft and optimizer {batch.draft:.0f}, the step {batch.step:.0f}"
     if batch.total > plan.memory:
         words += "; too much: a shorter max_length, features.source store, or FSDP"
     yield from _line(f"  max_tokens_per_batch: {batch.tokens}", words)

@@ -43,6 +43,8 @@ USABLE = 0.9
 STEP_TOKENS = 1024
 """Suggested batches are multiples of it."""
 MOST_TOKENS = 65536
+MOST_DEVICES = 64
+"""Over which a process may spread the target."""
 WORTH_STORING = 0.2
 """Storing is suggested from this share of the device hours on."""
 
@@ -81,7 +83,9 @@ def plan_cost(
     flops = flops_of(recipe, draft, target, data)
     devices = [find_device(name) for name in names] if rates else []
     hours = [_hours(flops, work, one, utilisation, processes) for one in devices]
-    setting = setting_of(recipe, target, data, kind)
+    memory = devices[0].memory if devices else None
+    setting = setting_of(recipe, target, kind, data)
+    target = _spread(recipe, draft, target, setting, memory)
     found = {
         "recipe": None if recipe.source_path is None else str(recipe.source_path),
         "method": recipe.method,
@@ -95,7 +99,6 @@ def plan_cost(
         "regeneration": [row for one in devices if (row := regeneration(recipe, target, data, one))],
         "acceptance": band(method_of(recipe.method, recipe.draft.lora is not None), target.name),
     }
-    memory = devices[0].memory if devices else None
     found["warnings"] = _warnings(found, target, data, memory, processes)
     fits = lambda size, engine: _peak(recipe, draft, target, setting, size, engine, processes)  # noqa: E731
     found["suggestions"] = _suggestions(recipe, found, fits, memory, processes, data)
@@ -113,16 +116,33 @@ def _device_names(device: str | None, recipe: Recipe) -> list[str]:
     return [torch.cuda.get_device_name()]
 
 
-def setting_of(recipe: Recipe, target: TargetOutline, data: Volume, kind: str) -> Setting:
-    """What the formulas of memory need to know of a batch."""
+def setting_of(recipe: Recipe, target: TargetOutline, kind: str, data: Volume | None = None) -> Setting:
+    """What the formulas of memory need to know of a batch. kind: cuda or cpu; data: None for the longest rows that the
+    recipe allows.
+    """
+    most = recipe.training.max_tokens_per_batch
+    longest = recipe.data.max_length if data is None else data.longest
     return Setting(
-        tokens=data.batch or recipe.training.max_tokens_per_batch,
-        length=min(data.longest, recipe.training.max_tokens_per_batch),
+        tokens=(data and data.batch) or most,
+        length=min(longest, most),
         c=2 if recipe.training.bf16 else 4,
         device=kind,
         d=target.itemsize,
         f=DTYPES[recipe.features.dtype].itemsize,
     )
+
+
+def _spread(
+    recipe: Recipe, draft: DraftOutline, target: TargetOutline, setting: Setting, memory: float | None
+) -> TargetOutline:
+    """With target.device_map: over the fewest devices whose fullest one has room; over one where no number suffices."""
+    if recipe.target.device_map is None or memory is None:
+        return target
+    for count in range(1, MOST_DEVICES + 1):
+        wider = replace(target, devices=count)
+        if step_memory(recipe, draft, wider, setting).peak <= USABLE * memory:
+            return wider
+    return target
 
 
 def _target_facts(target: TargetOutline) -> dict[str, Any]:
@@ -158,7 +178,7 @@ def _memory(recipe: Recipe, draft: DraftOutline, target: TargetOutline, setting:
     engines = {}
     if N > 1:
         engines = {name: step_memory(recipe, draft, target, setting, name, N).facts() for name in ENGINES}
-    facts = {"tokens_per_batch": setting.tokens, "processes": N, "device": setting.device}
+    facts = {"tokens_per_batch": setting.tokens, "processes": N, "device": setting.device, "spread": target.devices}
     return {**facts, "alone": alone.facts(), "engines": engines}
 
 

@@ -71,6 +71,8 @@ def _memory(memory: Mapping[str, Any], console: Console) -> None:
     columns = {"alone": memory["alone"]} if not memory["engines"] else memory["engines"]
     names = list(dict.fromkeys(name for facts in columns.values() for name in facts["parts"]))
     many = f" a process, {N} processes" if N > 1 else ""
+    if memory["spread"] > 1:
+        many += f", on the fullest of the {memory['spread']} devices that hold the target (target.device_map)"
     _section(console, "memory", [f"GiB{many}, {memory['tokens_per_batch']:,} tokens a batch"])
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), show_header=N > 1)
     table.add_column("")
@@ -105,6 +107,9 @@ def _compute(found: Mapping[str, Any]) -> list[str]:
             f"{row['device']}: {_hours(row['device_hours'])} of one device (target {_hours(row['target'])}, draft "
             f"{_hours(row['draft'])}), {_hours(row['wall_hours'])} on the wall"
         )
+    spread = found["memory"]["spread"]
+    if spread > 1:
+        lines.append(f"a process holds {spread} devices, which take turns: {spread} times as many hours are paid")
     if found["hours"]:
         lines.append(f"at {stated(found['hours'])}; validation, measuring and saving not counted")
     for row in found["regeneration"]:
@@ -129,13 +134,19 @@ def _acceptance(found: Mapping[str, Any]) -> list[str]:
         first = f"published chains for {found['of']}: {found['low']:.2f} to {found['high']:.2f} tokens a target forward"
     if not found["runs"]:
         return [f"nothing is published for {found['method']} that this plan knows of"]
-    lines = [first]
-    for run in found["runs"][:SHOWN_RUNS]:
-        tau = "" if run["tau"] is None else f" tau {_range(run['tau'])}"
-        k = f" K = {run['k']}" if run["k"] else ""
-        speedup = f" {run['speedup']}" if run["speedup"] else ""
-        lines.append(f"  {run['target']}:{tau}{k}{speedup}  {run['how']} [{run['source']}]")
-    return lines
+    chains = [run for run in found["runs"] if run["chain"] and run["tau"] is not None]
+    others = [run for run in found["runs"] if run not in chains]
+    lines = [first, *map(_published, chains[:SHOWN_RUNS])]
+    if chains and others:
+        lines.append("trees, whose length is that of their best path, and speedups alone:")
+    return [*lines, *map(_published, others[:SHOWN_RUNS])]
+
+
+def _published(run: Mapping[str, Any]) -> str:
+    tau = "" if run["tau"] is None else f" tau {_range(run['tau'])}"
+    k = f" K = {run['k']}" if run["k"] else ""
+    speedup = f" {run['speedup']}" if run["speedup"] else ""
+    return f"  {run['target']}:{tau}{k}{speedup}  {run['how']} [{run['source']}]"
 
 
 def _range(pair: tuple[float, float]) -> str:

@@ -129,7 +129,8 @@ def step_memory(
     recipe: Recipe, draft: DraftOutline, target: TargetOutline, setting: Setting, engine: str | None = None, N: int = 1
 ) -> Memory:
     """Memory of a process of N under an engine of ENGINES, None: alone. The target lies whole on each process, with
-    target.shard its layers are spread over the N, taken for those of one machine.
+    target.shard its layers are spread over the N, taken for those of one machine. Where a process spreads the target
+    over several devices (target.device_map), of the fullest: the draft and a step's tensors are taken to lie on one.
 
     DDP: gradients once more, in its buckets. FSDP2 gathers the draft as one unit in fp32 for forward and backward, its
     gradients are whole until the backward's end, then each process keeps its share. ZeRO (arXiv 1910.02054), all in
@@ -215,7 +216,7 @@ def _measuring(recipe: Recipe, draft: DraftOutline, target: TargetOutline, setti
     room = recipe.training.acceptance_prompts * setting.length
     tokens = min(recipe.training.max_tokens_per_batch, room)
     forward = target_forward(recipe, draft, target, replace(setting, tokens=tokens))
-    return {"KV cache": tokens * target.kv_bytes, "target's activations": forward}
+    return {"KV cache": tokens * target.kv_bytes // target.devices, "target's activations": forward}
 
 
 def _writing(recipe: Recipe, draft, target, setting: Setting, held: Mapping[str, int]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from drafttrain.drafts.fresh_student import fresh_config, spread
 from drafttrain.drafts.loading import find_draft
 from drafttrain.drafts.medusa_config import HEADS
 from drafttrain.plan_candidates import Outline, PlanError
-from drafttrain.plan_target import LayerShape, TargetOutline, outline_model
+from drafttrain.plan_target import LayerShape, ModelOutline, TargetOutline, outline_model
 from drafttrain.recipe import DraftConfig, LoraConfig, Recipe
 from drafttrain.recipe_rules import student_kind
 from drafttrain.target import TargetError, check_feature_layers, default_feature_layers
@@ -71,10 +71,13 @@ class DraftOutline:
         return sum(part.parameters for part in self.parts if not part.trained)
 
 
-def outline_draft(recipe: Recipe, target: TargetOutline) -> DraftOutline:
-    """The draft that the recipe trains on this target. DraftError, PlanError or TargetError for one that cannot be."""
+def outline_draft(recipe: Recipe, target: TargetOutline, student: ModelOutline | None = None) -> DraftOutline:
+    """The draft that the recipe trains on this target. student: of a small model whose config is not at hand.
+
+    DraftError, PlanError or TargetError for one that cannot be.
+    """
     if recipe.method == "kd":
-        return _small_model(recipe, target)
+        return _small_model(recipe, target, student)
     return _eagle3(recipe, target) if recipe.method == "eagle3" else _medusa(recipe, target)
 
 
@@ -172,14 +175,14 @@ def _adapters(lora: LoraConfig, linears: tuple[tuple[str, int, int], ...]) -> in
     return sum(lora.r * (inside + outside) for _, inside, outside in chosen)
 
 
-def _small_model(recipe: Recipe, target: TargetOutline) -> DraftOutline:
+def _small_model(recipe: Recipe, target: TargetOutline, student: ModelOutline | None) -> DraftOutline:
     """pruned: layers and final norm of the target's, its tables shared; fresh and sibling: a model of their own."""
     draft, kind = recipe.draft, student_kind(recipe.draft)
     if kind == "pruned":
         small, kept = target.model, _kept(draft, len(target.model.layers))
         item = 0
     else:
-        small = outline_model(_student_config(draft, target, kind))
+        small = student or outline_model(_student_config(draft, target, kind))
         kept, item = range(len(small.layers)), target.itemsize
     body = sum(small.layers[i] for i in kept)
     tables = draft.train_embeddings

@@ -17,6 +17,9 @@ from drafttrain.target import find_decoder
 from drafttrain.target_bare import bare_model, experts_of
 from drafttrain.target_files import choose_dtype, find_folder, read_config, weight_files
 
+STORED = {"fp8": 1.0, "mxfp4": 0.54, "gptq": 0.56, "awq": 0.56, "bitsandbytes": 0.56, "compressed-tensors": 1.0}
+"""Bytes of a weight by quant_method, scales included, taken to hold for all weights of files that are not here."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -76,7 +79,8 @@ class ModelOutline:
 class TargetOutline:
     """The frozen target: its text model, all its parameters (vision towers included), bytes on the device.
 
-    itemsize: bytes of a plain weight and of its activations; notes: what was assumed.
+    itemsize: bytes of a plain weight and of its activations; notes: what was assumed; devices: over how many a process
+    spreads it (target.device_map), in equal parts.
     """
 
     name: str
@@ -87,18 +91,24 @@ class TargetOutline:
     dtype: str
     quantised: str | None
     notes: tuple[str, ...] = ()
+    devices: int = 1
 
     @property
     def kv_bytes(self) -> int:
-        """A token's keys and values in all layers; windows are not taken off."""
-        return 2 * self.model.shape.kv * len(self.model.layers) * self.itemsize
+        """A token's keys and values in all layers, on all its devices; windows are not taken off. Latent attention
+        (MLA, DeepSeek) keeps the compressed ones and the rotated channels.
+        """
+        values = self.model.config.to_dict()
+        rank = values.get("kv_lora_rank")
+        each = rank + values["qk_rope_head_dim"] if rank else 2 * self.model.shape.kv
+        return each * len(self.model.layers) * self.itemsize
 
     def bytes_of(self, processes: int) -> int:
-        """On the device of one process where the layers are spread over so many (target.shard): its share, all else
+        """On a device of one process where the layers are spread over so many (target.shard): its share, all else
         whole, and two gathered layers: the one that runs and the next.
         """
         if processes == 1:
-            return self.bytes
+            return self.bytes // self.devices
         layers = sum(self.model.layers) * self.itemsize
         return self.bytes - layers + layers // processes + 2 * max(self.model.layers) * self.itemsize
 
@@ -120,12 +130,16 @@ def outline_target(settings: TargetConfig, device: str = "cuda") -> TargetOutlin
     if quantised and files:
         size = sum(path.stat().st_size for path in files)
     elif quantised:
-        notes.append(f"the target is quantised ({quantised}) and its files are not here: counted as {_name(dtype)}")
+        each = STORED.get(quantised, dtype.itemsize)
+        size = round(total * each)
+        notes.append(
+            f"the target is quantised ({quantised}) and its files are not here: counted at {each:g} bytes a weight"
+        )
     path = Path(settings.name_or_path).expanduser()
     name = settings.name_or_path
     if path.exists():
         name = path.stem if path.suffix == ".gguf" else path.name
-    outline = _outline(model, config.get_text_config(decoder=True))
+    outline = outline_of(model, config.get_text_config(decoder=True))
     return TargetOutline(name, outline, total, size, dtype.itemsize, _name(dtype), quantised, tuple(notes))
 
 
@@ -151,10 +165,11 @@ def _laid_out(config: PretrainedConfig, trust_remote_code: bool = False) -> PreT
 
 def outline_model(config: PretrainedConfig) -> ModelOutline:
     """Of a causal language model's text config."""
-    return _outline(_laid_out(config), config)
+    return outline_of(_laid_out(config), config)
 
 
-def _outline(model: PreTrainedModel, config: PretrainedConfig) -> ModelOutline:
+def outline_of(model: PreTrainedModel, config: PretrainedConfig) -> ModelOutline:
+    """Of a model that is laid out already, and its text config."""
     decoder, norm = find_decoder(model)
     head = model.get_output_embeddings().weight
     table = model.get_input_embeddings().weight
@@ -190,7 +205,7 @@ def layer_shape(config: PretrainedConfig) -> LayerShape:
     values, kind = config.to_dict(), config.model_type
     family = FAMILIES.get(kind, FAMILIES["llama"])
     H, nh = values["hidden_size"], values["num_attention_heads"]
-    inner = values["intermediate_size"]
+    inner = values.get("intermediate_size") or 4 * H
     _, routed = experts_of(values)
     if routed:
         inner = routed * (values.get("moe_intermediate_size") or inner)

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from drafttrain.evaluate.roofline import DEVICES
 from drafttrain.init import InitError, default_path, make_recipe, placed, read_facts, write_recipe
 from drafttrain.init_families import SIBLINGS, engine_words
-from drafttrain.init_numbers import GIB, batch, draft_shape, feature_layers, gpus, power_below
+from drafttrain.init_memory import largest_batch
+from drafttrain.init_numbers import GIB, draft_shape, feature_layers, gpus, power_below
+from drafttrain.plan_cost import plan_cost
 from drafttrain.recipe import load_recipe, parse_recipe
 from tests.family_shapes import PUBLISHED, tiny_config
 from tests.test_target_files import write_tiny_gguf
@@ -66,8 +70,12 @@ def test_parameters_are_those_of_the_published_models(facts):
     for name, billions in {OSS: 5.7, DEEPSEEK: 37.6, QWEN: 3.35}.items():  # Embeddings counted in.
         assert facts(name).active == pytest.approx(billions * 1e9, rel=0.02), name
     for sibling in SIBLINGS:
+        laid_out = sibling.outline()
+        assert laid_out.parameters == sibling.parameters and not laid_out.head
         if sibling.name in PUBLISHED:
-            assert facts(sibling.name).parameters == sibling.parameters
+            given = facts(sibling.name)
+            assert given.parameters == sibling.parameters
+            assert (given.heads, given.kv_heads, given.head_dim) == sibling.heads
 
 
 def test_numbers_by_hand(facts, tmp_path):
@@ -90,16 +98,32 @@ def test_numbers_by_hand(facts, tmp_path):
 
 
 def test_the_batch_follows_from_memory(facts):
-    shape = draft_shape(facts(LLAMA))
-    tokens = [batch(facts(LLAMA), "eagle3", memory, shape, None).tokens for memory in (24, 40, 48, 80, 141)]
+    recipe = parse_recipe(yaml.safe_load(make_recipe(facts(LLAMA), "eagle3")))
+    tokens = [largest_batch(facts(LLAMA), recipe, memory).tokens for memory in (24, 40, 48, 80, 141)]
     assert tokens == sorted(tokens) and tokens[0] == 4096 and tokens[-1] == 16384
-    found = batch(facts(LLAMA), "eagle3", 80, shape, None)
+    found = largest_batch(facts(LLAMA), recipe, 80)
     assert found.target == pytest.approx(2 * facts(LLAMA).parameters / GIB)
-    # fc, attention over [embedding ; hidden], MLP and head of the one layer, 16 bytes each.
-    trained = 3 * 4096**2 + 2 * 4096 * 6144 + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096
-    assert found.draft == pytest.approx(16 * trained / GIB) and found.total < 0.9 * 80
+    # fc, attention over [embedding ; hidden], MLP, head and norms: an fp32 master and two moments; copies of the
+    # target's rows in bf16, and the words' numbers.
+    trained = 3 * 4096**2 + 2 * 4096 * 6144 + 4096**2 + 3 * 4096 * 14336 + 32000 * 4096 + 4 * 4096
+    copies = 2 * 32000 * 4096 + 4 * 3 * 4096 + 8 * 32000 + 9 * 128256
+    assert found.draft == pytest.approx((12 * trained + copies) / GIB) and found.total < 0.9 * 80
     assert "2 GPUs of 24 GiB" in make_recipe(facts(LLAMA), "eagle3", memory=24)
     assert "too much" in make_recipe(facts(LLAMA), "eagle3", memory=8)
+
+
+@pytest.mark.parametrize("name", [LLAMA, "Qwen/Qwen3-8B", "google/gemma-3-4b-it", "meta-llama/Llama-3.3-70B-Instruct"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_init_counts_memory_as_plan_does(name, method, tmp_path):
+    """And over as many GPUs: the recipe of a target that one does not hold spreads it (device_map)."""
+    config = {**PUBLISHED[name], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    room = DEVICES["H100"].memory / GIB
+    text = make_recipe(read_facts(str(tmp_path)), method, memory=room)
+    memory = plan_cost(write_recipe(text, tmp_path / "r.yaml"), device="H100", tokens=1000)["memory"]
+    assert f"about {memory['alone']['peak'] / GIB:.0f} of {room:g} GiB" in text
+    spread = {"eagle3": 5, "medusa": 3}[method] if "70B" in name else 1
+    assert memory["spread"] == spread and (f"{spread} GPUs of" in text) == (spread > 1)
 
 
 def test_a_template_at_hand_decides_chat_and_thinking(tmp_path):

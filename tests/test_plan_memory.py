@@ -234,7 +234,7 @@ def test_engines_by_hand(targets, tmp_path):
     recipe = recipe_for(targets("Llama"), "eagle3", tmp_path, **EAGLE3)
     target = outline_target(recipe.target, "cpu")
     draft = outline_draft(recipe, target)
-    setting = setting_of(recipe, target, volume(recipe), "cpu")
+    setting = setting_of(recipe, target, "cpu", volume(recipe))
     P, bucket = 4 * draft.trained, 4 * 50_000_000
     memory = {name: step_memory(recipe, draft, target, setting, name, 4) for name in ENGINES}
     one = step_memory(recipe, draft, target, setting)
@@ -261,7 +261,7 @@ def test_peaks_grow_with_the_batch_and_without_bf16(targets, tmp_path):
     recipe = recipe_for(targets("Llama"), "eagle3", tmp_path, **EAGLE3)
     target = outline_target(recipe.target, "cpu")
     draft = outline_draft(recipe, target)
-    setting = setting_of(recipe, target, volume(recipe), "cpu")
+    setting = setting_of(recipe, target, "cpu", volume(recipe))
     assert setting.tokens == 300 and setting.c == 2
     peaks = [step_memory(recipe, draft, target, replace(setting, tokens=n)).peak for n in (300, 600, 4096)]
     assert peaks == sorted(peaks)
@@ -311,7 +311,7 @@ def test_the_measurement_s_own_recipes(tmp_path, monkeypatch):
 def test_a_target_that_is_spread_over_processes(targets, tmp_path):
     recipe = recipe_for(targets("Llama"), "eagle3", tmp_path, **EAGLE3)
     target = outline_target(recipe.target, "cpu")
-    draft, setting = outline_draft(recipe, target), setting_of(recipe, target, volume(recipe), "cpu")
+    draft, setting = outline_draft(recipe, target), setting_of(recipe, target, "cpu", volume(recipe))
     spread = recipe.model_copy(update={"target": recipe.target.model_copy(update={"shard": True})})
     whole, parts = (
         [step_memory(one, draft, target, setting, "fsdp2", N).held["target"] for N in (1, 4)]
