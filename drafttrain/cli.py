@@ -125,6 +125,7 @@ def prepare(
     Example: drafttrain prepare recipes/gemma3/eagle3-gemma3-270m.yaml --show-mask 5
     """
     from drafttrain.data.prepare import prepare as run_prepare
+    from drafttrain.evaluate.cpu_speed import bf16_note
     from drafttrain.target import load_target
 
     say = say_for(as_json)
@@ -135,7 +136,10 @@ def prepare(
         return
     settings, run = _open_run(recipe, overrides, output, fresh)
     with run.lock():
-        prepared = run_prepare(settings, run, load_target(**settings.target.model_dump()), say, yes)
+        target = load_target(**settings.target.model_dump())
+        if note := bf16_note(target.device, target.dtype):
+            say(f"note: {note}")
+        prepared = run_prepare(settings, run, target, say, yes)
     if as_json:
         print(json.dumps({"folder": str(run.path), **prepared.manifest}))
     say(f"prepared data in {run.prepared}. Next: drafttrain train {run.path}")

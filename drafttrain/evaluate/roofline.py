@@ -70,12 +70,13 @@ def measure_cpu(megabytes: int = 256, width: int = 1024, repeats: int = 5) -> De
     moved, operations = 2 * source.numel() * 4, 2 * width**3
     return Device(
         "cpu",
-        moved / _best_seconds(lambda: copy.copy_(source), repeats),
-        operations / _best_seconds(lambda: left @ left, repeats),
+        moved / best_seconds(lambda: copy.copy_(source), repeats),
+        operations / best_seconds(lambda: left @ left, repeats),
     )
 
 
-def _best_seconds(work: Callable[[], object], repeats: int) -> float:
+def best_seconds(work: Callable[[], object], repeats: int) -> float:
+    """The shortest of some calls, after one that is not counted."""
     work()
     best = float("inf")
     for _ in range(repeats):

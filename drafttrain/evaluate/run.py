@@ -18,6 +18,7 @@ from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Draft, Proposer, read_facts, tuned_facts
 from drafttrain.drafts.kd import KdDraft
 from drafttrain.drafts.loading import find_draft, load_draft
+from drafttrain.evaluate.cpu_speed import bf16_note
 from drafttrain.evaluate.prompt_sets import expand_turns, load_prompt_set
 from drafttrain.evaluate.report import EvaluationError
 from drafttrain.evaluate.runner import NGRAM, Candidate, Prompt, configurations, evaluate
@@ -272,7 +273,8 @@ def _measure(
     count = len(configurations(candidates, settings.k, samplings)) * settings.repeats
     total = sum(count * -(-len(prompts) // rows) for rows in set(settings.concurrency))
     say(f"evaluating {len(prompts)} prompts x {count * len(set(settings.concurrency))} configurations, interleaved")
-    for note in asked_otherwise(sources, Chat.of(recipe)):
+    slow = bf16_note(target.device, target.dtype)
+    for note in (*asked_otherwise(sources, Chat.of(recipe)), *([slow] if slow else [])):
         say(f"note: {note}")
     with progress_bar("evaluating", total) as update:
         report = evaluate(

@@ -18,6 +18,7 @@ from drafttrain.data.sources import online_source
 from drafttrain.drafts.base import Batch, Draft, tuned_target, tuned_words
 from drafttrain.drafts.loading import load_served, new_draft
 from drafttrain.evaluate import tree_calibration
+from drafttrain.evaluate.cpu_speed import bf16_note
 from drafttrain.export.folder import MASTER, save_draft
 from drafttrain.export.serve import check_layers
 from drafttrain.recipe import Recipe
@@ -51,6 +52,8 @@ def train(
 
 def _train(recipe: Recipe, run: RunFolder, target, say, prepared, state: PartialState, stop: Stop) -> None:
     target = target or load_target(**recipe.target.model_dump())
+    if note := bf16_note(target.device, target.dtype, recipe.training.bf16):
+        say(f"note: {note}")
     if prepared is None:
         prepared = main_first(state, target, lambda: prepare(recipe, run, target, say))
     draft = new_draft(recipe, target, prepared.layers, prepared.vocab.ids, prepared.statistics, prepared.kept_layers)
