@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from drafttrain.target_files import TargetError
 
+FEW_ROWS = 64
+"""Up to here a product in float32 takes as long as reading the head's weights, if they are read once."""
+
 
 class TargetHead:
     """Final norm, chosen head rows, then logit scale or soft-cap, of a frozen target.
@@ -38,13 +41,19 @@ class TargetHead:
 
     def logits(self, normed: Tensor) -> Tensor:
         """The rest: normed [.., Ht] -> logits [.., R]. Flat and contiguous first: a bf16 input with odd strides, even
-        of a dimension of size 1, takes a path many times slower into a head of 262k rows on CPUs."""
+        of a dimension of size 1, takes a path many times slower into a head of 262k rows on CPUs. There float32 of a
+        few rows is multiplied from the left: the weights are then read once, and not once for each row."""
         flat = (
             normed.to(self.weight.device, self.weight.dtype)
             .reshape(normed.shape[:-1].numel(), normed.shape[-1])
             .contiguous()
         )
-        logits = F.linear(flat, self.weight, self.bias).view(*normed.shape[:-1], len(self.weight))
+        if flat.device.type == "cpu" and flat.dtype == torch.float32 and 1 < len(flat) <= FEW_ROWS:
+            logits = (self.weight @ flat.T).T.contiguous()
+            logits = logits if self.bias is None else logits + self.bias
+        else:
+            logits = F.linear(flat, self.weight, self.bias)
+        logits = logits.view(*normed.shape[:-1], len(self.weight))
         if self.scale is not None:
             logits = logits * self.scale
         if self.softcap is not None:

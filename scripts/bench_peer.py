@@ -9,7 +9,8 @@ its own code with its own defaults, on targets put right (scripts/peer_train.py)
 `drafttrain check`, converted and loaded here like any draft from elsewhere. Then all of them draft for the same test
 prompts at K = 4, greedy and sampled at T = 0.8: acceptance lengths, and the difference over all seeds with its 95%
 interval, prompts resampled in pairs. Exits with 1 where the interval lies below zero. Speed is not compared here
-(scripts/bench_train.py does that). What is done is kept: run again to go on. Half an hour to an hour on two CPU cores.
+(scripts/bench_train.py does that). Both run in bf16, on a CPU that emulates it in float32. What is done is kept: run
+again to go on. Half an hour to an hour on two CPU cores.
 """
 
 import json
@@ -35,7 +36,7 @@ from drafttrain.data.chat_template import Chat
 from drafttrain.data.files import write_json
 from drafttrain.data.prepare import Prepared
 from drafttrain.data.run_folder import RunError, RunFolder
-from drafttrain.demo import demo_target
+from drafttrain.demo import demo_dtype, demo_target
 from drafttrain.drafts.base import Batch
 from drafttrain.drafts.loading import load_draft
 from drafttrain.evaluate.run import load_prompts
@@ -75,7 +76,7 @@ class Ready:
     @classmethod
     def make(cls, home: Path, train_prompts: int, answer_tokens: int, test_prompts: int) -> "Ready":
         """Prompts, answers and features in `home`, made where they are missing."""
-        target = demo_target()
+        target = demo_target(demo_dtype())
         recipe = quality_recipe(target, home / "prompts", 1.0, answer_tokens, [])
         counts = {"train": train_prompts, "validation": 24, "test": test_prompts}
         prepared, base = prepare_once(target, recipe, home, counts)
@@ -165,6 +166,7 @@ def peer_case(target: Target, prepared: Prepared, folder: Path, seed: int, batch
         "feature_layers": prepared.layers,
         "draft_ids": [int(word) for word in prepared.vocab.ids],
         "seed": seed,
+        "bf16": target.dtype == torch.bfloat16,
         "batches": batches,
         "output": str(folder / f"peer-{seed}.part"),
     }

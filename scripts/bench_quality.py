@@ -5,11 +5,12 @@
 The target answers prompts from the standard library (more of them than in the demo), features are stored before the
 clock starts, and each draft is trained for its minutes of wall-clock time, validation and measuring included. Then the
 drafts and n-gram lookup, each at its best K, run on 64 test prompts from files held out whole, interleaved with plain
-decoding prompt by prompt, greedy and sampled at T = 0.8 (bf16). Each K is chosen on the validation prompts, so that the
-choice does not flatter. Beside the speedups: acceptance lengths, costs, and the share of repeated 8-grams, which
-flatters every draft and lookup most of all. 20 minutes are to give at least 2.0 times plain decoding greedy and 1.3
-sampled, 60 minutes 2.4 and 1.5; exits with 1 where they do not. In vLLM: drafttrain evaluate FOLDER/20-minutes --engine
-vllm (at least 1.8). What is done is kept: run again to go on. About three and a half hours on two CPU cores.
+decoding prompt by prompt, greedy and sampled at T = 0.8 (bf16; float32 where the CPU emulates that). Each K is chosen
+on the validation prompts, so that the choice does not flatter. Beside the speedups: acceptance lengths, costs, and the
+share of repeated 8-grams, which flatters every draft and lookup most of all. 20 minutes are to give at least 2.0 times
+plain decoding greedy and 1.3 sampled, 60 minutes 2.4 and 1.5; exits with 1 where they do not. In vLLM: drafttrain
+evaluate FOLDER/20-minutes --engine vllm (at least 1.8). What is done is kept: run again to go on. About three and a
+half hours on two CPU cores.
 """
 
 import json
@@ -30,7 +31,7 @@ from drafttrain.data.chat_template import Chat
 from drafttrain.data.files import write_json
 from drafttrain.data.prepare import Prepared, prepare
 from drafttrain.data.run_folder import RunError, RunFolder
-from drafttrain.demo import demo_recipe, demo_target
+from drafttrain.demo import demo_dtype, demo_recipe, demo_target
 from drafttrain.demo_prompts import write_prompts
 from drafttrain.drafts.loading import load_draft
 from drafttrain.evaluate.run import load_prompts
@@ -120,7 +121,7 @@ def measure(
     trained = {
         name: json.loads((run.draft / "drafttrain.json").read_text())["validation"] for name, run in runs.items()
     }
-    common = {"runs": trained, "new": new, "threads": torch.get_num_threads()}
+    common = {"runs": trained, "new": new, "threads": torch.get_num_threads(), "dtype": str(target.dtype)}
     for mode, sampling in SAMPLINGS.items():
         options = {"samplings": (sampling,), "max_new_tokens": new, "ngram": False}
 
@@ -206,7 +207,7 @@ def main(
     """Prepare, train, measure; a table, the repetition, and a line for each goal."""
     quiet_libraries()
     wanted, ks = minutes_of(minutes), [int(part) for part in k.split(",")]
-    target, output = demo_target(), output.absolute()
+    target, output = demo_target(demo_dtype()), output.absolute()
     counts = {"train": train_prompts, "validation": 24, "test": test_prompts}
     overrides = list(changes or [])
     recipes = {m: quality_recipe(target, output / "prompts", m, answer_tokens, overrides) for m in wanted}

@@ -3,10 +3,10 @@
 Runs in .venv-peer (`make peer`), where this package is not: `.venv-peer/bin/python scripts/peer_train.py CASE`. CASE
 names a data file, the order of its rows in batches, and the folder to write. Everything is the peer's default: Muon and
 AdamW at 1e-3 with a linear decay to zero, three unroll steps of equal weight, KL, clipping at 1, head and embeddings
-frozen, norm_before_fc, norm_before_residual and norm_output, bf16 autocast over fp32 weights. Two things are put right
-for the target, and both favour the peer: the final norm's weight is the effective one (Gemma multiplies by 1 + w, which
-the module does not), and batches are as small as ours. On CPUs it gets dense-mask SDPA and its eager loss, as its flex
-attention and Triton loss are for CUDA.
+frozen, norm_before_fc, norm_before_residual and norm_output, bf16 autocast over fp32 weights (none where ours runs in
+float32). Two things are put right for the target, and both favour the peer: the final norm's weight is the effective
+one (Gemma multiplies by 1 + w, which the module does not), and batches are as small as ours. On CPUs it gets dense-mask
+SDPA and its eager loss, as its flex attention and Triton loss are for CUDA.
 """
 
 import json
@@ -107,7 +107,7 @@ def main() -> None:
     started, losses, tokens = time.perf_counter(), [], 0
     for number, indices in enumerate(batches):
         batch = rows.batch(indices)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=case["bf16"]):
             _, loss, _ = module(**batch, **options)
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -44,6 +44,7 @@ def run(gemma, tmp_path_factory) -> RunFolder:
             },
             "draft": {"keep_layers": LAYERS},
             "training": {
+                "bf16": gemma.dtype == torch.bfloat16,
                 "max_steps": 6,
                 "num_train_epochs": 10,
                 "max_tokens_per_batch": 700,
