@@ -48,7 +48,8 @@ class TargetHead:
             .reshape(normed.shape[:-1].numel(), normed.shape[-1])
             .contiguous()
         )
-        if flat.device.type == "cpu" and flat.dtype == torch.float32 and 1 < len(flat) <= FEW_ROWS:
+        plain = type(self.weight) in (Tensor, nn.Parameter)  # Not packed to fewer bits, which are for F.linear alone.
+        if plain and flat.device.type == "cpu" and flat.dtype == torch.float32 and 1 < len(flat) <= FEW_ROWS:
             logits = (self.weight @ flat.T).T.contiguous()
             logits = logits if self.bias is None else logits + self.bias
         else:
