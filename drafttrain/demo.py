@@ -78,17 +78,16 @@ def run_demo(
     if console is not None:
         print_table(report, console)
         console.print(clock.table())
-    for line in findings(report, "fp32" if target.dtype == torch.float32 else "bf16"):
+    for line in findings(report):
         say(line)
     say(f"serve it: {serve_command('vllm', target, exported, 3)}")
     say(f"report in {html}. Next: open it, or try other settings with drafttrain evaluate {run.path} --k 1,2,3,4,5,7")
     return report
 
 
-def findings(report: dict[str, Any], dtype: str) -> list[str]:
-    """The headline figures in words, against what the demo is expected to reach on two CPU cores. dtype: as it is said
-    of logits, bf16 or fp32.
-    """
+def findings(report: dict[str, Any]) -> list[str]:
+    """The headline figures in words, against what the demo is expected to reach on two CPU cores."""
+    dtype = "fp32" if report["device"]["dtype"] == "float32" else "bf16"
     runs = {run["id"]: run for run in report["runs"]}
     lines = []
     best = max((runs[i] for i in ("eagle3-k3", "eagle3-k5")), key=lambda run: run["speedup"])

@@ -10,11 +10,10 @@ import yaml
 
 from drafttrain.data.files import write_beside
 from drafttrain.init_facts import Facts, InitError, read_facts
-from drafttrain.init_families import Sibling, check_prunable, find_sibling
+from drafttrain.init_families import Student, check_prunable, find_sibling
 from drafttrain.init_memory import Batch, largest_batch
 from drafttrain.init_numbers import check_rotary, draft_shape, feature_layers, max_length
 from drafttrain.init_text import Plan, recipe_text
-from drafttrain.plan_target import ModelOutline
 from drafttrain.recipe import Recipe, load_recipe, parse_recipe
 
 __all__ = ["InitError", "default_path", "make_recipe", "placed", "read_facts", "write_recipe"]
@@ -46,34 +45,33 @@ def make_recipe(
         raise InitError("--validation or --test without --data; expected the files to train on as well")
     if sibling is not None and method != "kd":
         raise InitError(f"--sibling is {sibling!r}, which is for --method kd; this is {method}")
-    shape, student, outline = draft_shape(facts), None, None
+    shape, student = draft_shape(facts), None
     if method == "eagle3":
         feature_layers(facts.layers)
         check_rotary(facts)
     elif method == "kd":
-        student, outline = _student(facts, sibling)
+        student = _student(facts, sibling)
     plan = Plan(method, data, memory, shape, Batch(max_length(facts)), student)
     recipe = parse_recipe(yaml.safe_load(recipe_text(facts, plan)))  # All but the batch, which follows from it.
+    outline = student.outline if isinstance(student, Student) else None
     return recipe_text(facts, replace(plan, batch=largest_batch(facts, recipe, memory, outline)))
 
 
-def _student(facts: Facts, name: str | None) -> tuple[Sibling | int, ModelOutline | None]:
-    """(a sibling, or how many layers a pruned one keeps; a sibling's layout)."""
+def _student(facts: Facts, name: str | None) -> Student | int:
+    """A sibling, or how many layers a pruned one keeps."""
     if name is not None:
         given = read_facts(name)
         if abs(given.vocab - facts.vocab) > PADDING:
             raise InitError(
                 f"--sibling {name} has {given.vocab:,} words, the target {facts.vocab:,}; expected the same"
             )
-        inner, heads = given.inner or 4 * given.width, (given.heads, given.kv_heads, given.head_dim)
-        sizes = (given.layers, given.width, inner, heads, given.parameters)
-        return Sibling(given.name, (given.kind,), (given.vocab,), *sizes), given.outline
+        return Student(given.name, given.parameters, given.outline)
     known = find_sibling(facts)
     if known is not None:
-        return known, known.outline()
+        return known.student()
     count = max(2, facts.layers // (3 if facts.parameters < 1e9 else 8))
     check_prunable(facts, count)
-    return count, None
+    return count
 
 
 def placed(files: Sequence[str], folder: Path) -> list[str]:

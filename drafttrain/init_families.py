@@ -20,6 +20,15 @@ from drafttrain.target_bare import bare_model
 
 
 @dataclass(frozen=True)
+class Student:
+    """A small model that a recipe distils: its name, all its parameters, and how it is laid out."""
+
+    name: str
+    parameters: int
+    outline: ModelOutline
+
+
+@dataclass(frozen=True)
 class Sibling:
     """A published small model, its input table its head too. kinds: text models whose tokenizer it has, its own type
     first; vocabularies: theirs; heads: (queries, keys, channels of each). All numbers are those of its config.
@@ -34,7 +43,7 @@ class Sibling:
     heads: tuple[int, int, int]
     parameters: int
 
-    def outline(self) -> ModelOutline:
+    def student(self) -> Student:
         """Laid out without memory."""
         heads, kv_heads, head_dim = self.heads
         config = AutoConfig.for_model(
@@ -48,7 +57,7 @@ class Sibling:
             head_dim=head_dim,
             tie_word_embeddings=True,
         )
-        return outline_model(config)
+        return Student(self.name, self.parameters, outline_model(config))
 
 
 SIBLINGS = (

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from drafttrain.init_facts import Facts
-from drafttrain.init_families import THINKING, Sibling, engine_words
+from drafttrain.init_families import THINKING, Student, engine_words
 from drafttrain.init_memory import Batch
 from drafttrain.init_numbers import (
     GIB,
@@ -37,7 +37,7 @@ class Plan:
     memory: float
     shape: Shape
     batch: Batch
-    student: Sibling | int | None = None
+    student: Student | int | None = None
 
 
 def switch_of(facts: Facts) -> tuple[str, object] | None:
@@ -165,7 +165,7 @@ def _draft(facts: Facts, plan: Plan) -> Iterator[str]:
     elif plan.method == "medusa":
         yield "draft:"
         yield from _line(f"  num_heads: {HEADS}", "a residual block each; they share the rows of the target's head")
-    elif isinstance(plan.student, Sibling):
+    elif isinstance(plan.student, Student):
         ratio = facts.active / plan.student.parameters
         size = _billions(plan.student.parameters)
         yield "draft:"
@@ -200,7 +200,7 @@ def _shape(facts: Facts, shape: Shape) -> Iterator[str]:
 
 
 def _training(facts: Facts, plan: Plan) -> Iterator[str]:
-    small, sibling = facts.width < SMALL, isinstance(plan.student, Sibling)
+    small, sibling = facts.width < SMALL, isinstance(plan.student, Student)
     rate, why = _rate(plan.method, small, sibling)
     batch = plan.batch
     yield "training:"

@@ -70,7 +70,7 @@ def test_parameters_are_those_of_the_published_models(facts):
     for name, billions in {OSS: 5.7, DEEPSEEK: 37.6, QWEN: 3.35}.items():  # Embeddings counted in.
         assert facts(name).active == pytest.approx(billions * 1e9, rel=0.02), name
     for sibling in SIBLINGS:
-        laid_out = sibling.outline()
+        laid_out = sibling.student().outline
         assert laid_out.parameters == sibling.parameters and not laid_out.head
         if sibling.name in PUBLISHED:
             given = facts(sibling.name)

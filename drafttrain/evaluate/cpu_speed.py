@@ -1,5 +1,5 @@
 """Which dtype a CPU multiplies fast: one without bf16 instructions (AVX-512 BF16, AMX, Arm's) emulates bf16 products,
-at a seventh of float32's speed on a Zen 3.
+several times as slowly as it multiplies float32.
 """
 
 import functools
@@ -11,7 +11,7 @@ from drafttrain.evaluate.roofline import best_seconds
 
 ROWS, WIDTH = 64, 512
 EMULATED = 2.0
-"""Times float32's seconds from which bf16 counts as emulated: measured are 0.5 with the instructions, 7 without."""
+"""Times float32's seconds from which bf16 counts as emulated; with the instructions it is the faster one."""
 
 
 @functools.cache
