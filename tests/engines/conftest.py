@@ -36,11 +36,17 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="session")
-def gemma_exact():
-    """Gemma 3 270M in fp32: in bf16 texts part at ties, and acceptance is then that of different texts."""
-    from drafttrain.demo import demo_target
+def gemma():
+    """Gemma 3 270M as drafts are trained on it: in bf16; in float32 on a CPU that emulates that."""
+    from drafttrain.demo import demo_dtype, demo_target
 
-    return load_target(str(demo_target().folder), dtype="float32")
+    return demo_target(demo_dtype())
+
+
+@pytest.fixture(scope="session")
+def gemma_exact(gemma):
+    """The same in fp32: in bf16 texts part at ties, and acceptance is then that of different texts."""
+    return gemma if gemma.dtype == torch.float32 else load_target(str(gemma.folder), dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -60,10 +66,8 @@ class Trained:
         "kd": ({"num_hidden_layers": 6}, {"learning_rate": 3e-4, "max_minutes": 3.0}),
     }
 
-    def __init__(self, folder: Path):
-        from drafttrain.demo import demo_target
-
-        self.folder, self.target, self.first = folder, demo_target(), None
+    def __init__(self, folder: Path, target):
+        self.folder, self.target, self.first = folder, target, None
         write_prompts(folder / "prompts", self.target.tokenizer, {"train": ANSWERS})
 
     def export(self, method: str) -> Path:
@@ -83,6 +87,7 @@ class Trained:
     def recipe(self, method: str):
         draft, training = self.METHODS[method]
         common = {"num_train_epochs": 1000, "max_tokens_per_batch": 1024, "warmup_steps": 20, "eval_steps": 10_000}
+        common["bf16"] = self.target.dtype == torch.bfloat16
         return parse_recipe(
             {
                 "method": method,
@@ -100,8 +105,8 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("gemma"))
+def trained(gemma, tmp_path_factory) -> Trained:
+    return Trained(tmp_path_factory.mktemp("gemma"), gemma)
 
 
 def language(rows: int, length: int, seed: int) -> torch.Tensor:
