@@ -22,8 +22,8 @@ class RooflineError(UserError):
 
 @dataclass(frozen=True)
 class Device:
-    """bandwidth: memory, bytes/s; flops: dense bf16 matrix products with fp32 accumulation, FLOP/s; memory: bytes, None
-    where that is not known.
+    """bandwidth: memory, bytes/s; flops: dense bf16 matrix products with fp32 accumulation, FLOP/s (of a CPU without
+    bf16 instructions: float32 products); memory: bytes, None where that is not known.
     """
 
     name: str
@@ -63,16 +63,19 @@ def find_device(name: str) -> Device:
 
 
 def measure_cpu(megabytes: int = 256, width: int = 1024, repeats: int = 5) -> Device:
-    """This machine, with torch's threads: the best of some copies of a block and of some bf16 products."""
+    """This machine, with torch's threads: the best of some copies of a block and of some products in bf16 or, where
+    that is emulated, in float32: the faster of the two.
+    """
     source = torch.ones(megabytes * 2**20 // 4)
     copy = torch.empty_like(source)
-    left = torch.ones(width, width, dtype=torch.bfloat16)
+
+    def product(size: int, dtype: torch.dtype) -> float:
+        left = torch.ones(size, size, dtype=dtype)
+        return best_seconds(lambda: left @ left, repeats)
+
+    dtype = min((torch.bfloat16, torch.float32), key=lambda dtype: product(width // 4, dtype))
     moved, operations = 2 * source.numel() * 4, 2 * width**3
-    return Device(
-        "cpu",
-        moved / best_seconds(lambda: copy.copy_(source), repeats),
-        operations / best_seconds(lambda: left @ left, repeats),
-    )
+    return Device("cpu", moved / best_seconds(lambda: copy.copy_(source), repeats), operations / product(width, dtype))
 
 
 def best_seconds(work: Callable[[], object], repeats: int) -> float:

@@ -6,6 +6,7 @@ import io
 import random
 
 import pytest
+import torch
 import transformers
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from drafttrain.evaluate.roofline import (
     ModelShape,
     Roofline,
     RooflineError,
+    best_seconds,
     eagle3_shapes,
     find_device,
     layer_seconds_on,
@@ -174,6 +176,13 @@ def test_the_first_draft_of_a_round_also_runs_the_last_accepted_one():
 def test_layers_take_their_time():
     roofline = Roofline(Device("x", 1.0, 1e30), overhead=3.0, layer_overhead=5.0)
     assert roofline.seconds(ModelShape(fixed=10, kv=((4, None), (4, None))), 1) == pytest.approx(20 + 3 + 2 * 5)
+
+
+def test_a_cpu_counts_in_the_dtype_that_it_multiplies_faster():
+    """Without bf16 instructions float32 is several times as fast, and what training there should be set to."""
+    left = torch.ones(256, 256)
+    float32 = 2 * 256**3 / best_seconds(lambda: left @ left, 10)
+    assert measure_cpu(16, 256, 10).flops > 0.5 * float32
 
 
 def test_what_a_layer_is_assumed_to_take_is_printed():
