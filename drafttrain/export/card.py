@@ -19,6 +19,7 @@ from drafttrain.data.run_folder import RunFolder
 from drafttrain.drafts.base import Draft, read_facts
 from drafttrain.evaluate.report_summary import complete, interval_of, number, output_text, percent, sampling_title
 from drafttrain.evaluate.report_words import certificate_words
+from drafttrain.export.gguf_header import gguf_text
 from drafttrain.export.serve import serve_lines
 from drafttrain.recipe import Recipe
 from drafttrain.target import Target
@@ -257,10 +258,7 @@ def target_licence(target: Target) -> str | None:
     """The licence that the target's own GGUF file or model card names."""
     path = Path(target.name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
-        import gguf
-
-        field = gguf.GGUFReader(path).fields.get("general.license")
-        return field.contents() if field else None
+        return gguf_text(path, "general.license")
     card = None if target.folder is None else target.folder / FILE
     if card is None or not card.is_file():
         return None

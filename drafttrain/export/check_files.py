@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.drafts.base import DraftError, read_facts
 from drafttrain.drafts.eagle3_files import UNREADABLE, rope_of
 from drafttrain.drafts.loading import find_draft
+from drafttrain.export.base import all_finite
 from drafttrain.target import EPSILONS, TargetError
 from drafttrain.target_files import (
     HUB_FILES,
@@ -124,7 +125,7 @@ class StoredDraft:
             if header.dtype not in FLOATS:
                 continue
             tensor = self.tensor(name)
-            if not bool(tensor.isfinite().all()):
+            if not all_finite(tensor):
                 broken.append(name)
             elif tensor.numel() and not bool(tensor.any()):
                 zero.append(name)
