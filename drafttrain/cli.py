@@ -127,6 +127,7 @@ def prepare(
     from drafttrain.data.prepare import prepare as run_prepare
     from drafttrain.evaluate.cpu_speed import bf16_note
     from drafttrain.target import load_target
+    from drafttrain.training.signals import Stop
 
     say = say_for(as_json)
     if show_mask:
@@ -135,7 +136,7 @@ def prepare(
         _show_mask(recipe, rest, counts[0] if counts else 3, as_json)
         return
     settings, run = _open_run(recipe, overrides, output, fresh)
-    with run.lock():
+    with run.lock(), Stop().listening(run.path):
         target = load_target(**settings.target.model_dump())
         if note := bf16_note(target.device, target.dtype):
             say(f"note: {note}")

@@ -28,6 +28,7 @@ from drafttrain.recipe import Recipe, parse_recipe
 from drafttrain.target import Target, cache_folder, load_target
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
+from drafttrain.training.signals import Stop
 
 PROMPTS = {"train": 512, "validation": 24, "test": 12}
 BUDGET = {"target": 1.5, "prompts": 0.5, "data": 6.5, "training": 9.0, "evaluation": 10.0, "export": 0.2}
@@ -63,7 +64,7 @@ def run_demo(
     recipe = demo_recipe(target, folder, minutes)
     run = RunFolder(output)
     run.claim(recipe, fresh)
-    with run.lock():
+    with run.lock(), Stop().listening(run.path):
         with clock.stage("data"):
             prepared = prepare(recipe, run, target, say)
         with clock.stage("training"):

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
+from drafttrain import demo
 from drafttrain.cli import run_training
+from drafttrain.recipe import load_recipe
 from drafttrain.training import signals
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
@@ -141,6 +143,21 @@ def test_a_signal_before_training_ends_the_work_at_once_and_leaves_it_whole(tmp_
     assert not run.checkpoints() and not run.log.exists()
     train(recipe, run, make_target(recipe), quiet)
     assert run.draft.exists()
+
+
+def test_preparing_and_the_demo_say_how_to_go_on(tmp_path, cli, monkeypatch) -> None:
+    recipe, run = write_recipe(tmp_path, settings(tmp_path)), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr("drafttrain.data.prepare.prepare", lambda *_: send())
+        status, _, err = cli("prepare", recipe, "--output", run)
+    assert (status, err.splitlines()[-1].partition(";")[0]) == (143, "stopped: SIGTERM came")
+    assert cli("prepare", recipe, "--output", run)[0] == 0
+
+    monkeypatch.setattr(demo, "prompt_folder", lambda target: tmp_path)
+    monkeypatch.setattr(demo, "prepare", lambda *_: send())
+    target = load_recipe(recipe).target.name_or_path
+    with pytest.raises(Interrupted, match=f"To go on, run the same command again, or: .* {tmp_path}/demo"):
+        demo.run_demo(target, 1.0, tmp_path / "demo", False, quiet, None)
 
 
 def test_once_is_enough_and_a_second_ctrl_c_ends_the_work_at_once(tmp_path, monkeypatch) -> None:
