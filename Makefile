@@ -43,7 +43,7 @@ lint: setup ## Check style and formatting with ruff
 bench: setup ## Run the tests that measure time
 	$(VENV)/bin/python -m pytest -m bench
 
-# About half an hour on two CPU cores.
+# About half an hour on two CPU cores, three quarters without bf16 instructions.
 engines: setup engine-venv ## Serve trained drafts in real engines and compare what they accept
 	$(VENV)/bin/python -m pytest -m engines tests/engines
 

@@ -18,7 +18,7 @@ from drafttrain.specdec.decode import generate
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
 
-COUNT = 24
+COUNT = 16
 LAYERS = [0, 1, 5, 7, 12, 17]
 
 
@@ -47,7 +47,7 @@ def run(gemma, tmp_path_factory) -> RunFolder:
                 "bf16": gemma.dtype == torch.bfloat16,
                 "max_steps": 6,
                 "num_train_epochs": 10,
-                "max_tokens_per_batch": 700,
+                "max_tokens_per_batch": 350,
                 "learning_rate": 3e-4,
                 "warmup_steps": 1,
                 "logging_steps": 1,
@@ -73,11 +73,11 @@ def test_it_learns_over_the_whole_vocabulary(run):
     assert losses[-1] < 0.7 * losses[0]
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_its_text_is_the_targets_own_in_fp32(run, exact, prompts, reference, quantize):
+@pytest.mark.parametrize(("quantize", "count"), [(None, 2), ("int8", 1)])
+def test_its_text_is_the_targets_own_in_fp32(run, exact, prompts, reference, quantize, count):
     proposer = load_draft(run.path, exact).proposer(exact, quantize=quantize)
-    done = generate(exact, prompts, proposer, k=3, max_new_tokens=COUNT, stop_ids=())
-    assert [g.tokens for g in done.generations] == reference
+    done = generate(exact, prompts[:count], proposer, k=3, max_new_tokens=COUNT, stop_ids=())
+    assert [g.tokens for g in done.generations] == reference[:count]
     assert done.counts.drafted > 0
 
 

@@ -22,7 +22,7 @@ from drafttrain.specdec.decode import generate
 from drafttrain.training.callbacks import read_log
 from drafttrain.training.run import train
 
-COUNT = 48
+COUNT = 32
 LAYERS = [2, 9, 15]
 TIE_ULPS = 4
 """bf16: a prefill, a chunk and a single step round differently; a greedy choice this close is a tie."""
@@ -53,7 +53,7 @@ def tiny_recipe(gemma, files):
             "target": {"name_or_path": str(gemma.folder)},
             "data": {
                 **{split: [{"path": str(path)}] for split, path in files.items()},
-                "regenerate": {"max_new_tokens": 32, "temperature": [0.0]},
+                "regenerate": {"max_new_tokens": 24, "temperature": [0.0]},
                 "draft_vocab": 1024,
             },
             "draft": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512},
@@ -69,8 +69,9 @@ def tiny_recipe(gemma, files):
                 "logging_steps": 1,
                 "eval_steps": 5,
                 "save_steps": 10,
+                "acceptance_new_tokens": 16,
             },
-            "evaluation": {"k": [3], "max_new_tokens": 24, "num_prompts": 2},
+            "evaluation": {"k": [3], "max_new_tokens": 16, "num_prompts": 2},
         }
     )
 
@@ -115,7 +116,7 @@ def test_the_road_ends_in_a_report_and_an_export_that_proposes_the_same(run, gem
     runs = {one["id"]: one for one in report["runs"]}
     assert set(runs) == {"plain", "n-gram-k3", "untrained-eagle3-k3", "eagle3-k3"}
     for one in report["runs"]:
-        assert one["emitted_tokens"] <= 2 * 24 and one["mean_acceptance_length"] >= 1
+        assert one["emitted_tokens"] <= 2 * 16 and one["mean_acceptance_length"] >= 1
         assert all(abs(found["ulps"]) <= TIE_ULPS for found in one["divergences"])
     assert runs["eagle3-k3"]["accepted_tokens"] >= runs["untrained-eagle3-k3"]["accepted_tokens"]
 
