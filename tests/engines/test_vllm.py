@@ -18,7 +18,7 @@ from drafttrain.evaluate.engines import EngineDraft, evaluate_vllm
 from drafttrain.export.serve import serve_command
 from drafttrain.export.serve_check import serve_check
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(2700)]
 COUNT = 32
 
 
