@@ -18,7 +18,7 @@ def gguf_text(path: Path, key: str) -> str | None:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _find(data, key.encode())
-    except (struct.error, KeyError, ValueError):  # Cut short or empty, a type of a later version, or not text.
+    except (struct.error, OverflowError, KeyError, ValueError):  # Cut short, damaged, of a later version, no text.
         return None
 
 

@@ -1,4 +1,4 @@
-"""Texts from GGUF headers, held against gguf's own writer and reader; files that are none, and how long it takes."""
+"""Texts from GGUF headers, held against gguf's own writer and reader; damaged files; weights that are not finite."""
 
 from pathlib import Path
 
@@ -49,6 +49,9 @@ def test_files_that_are_cut_short_or_none_are_none(file):
     for broken in (b"", b"GG", whole[:20], whole[:200], b"X" + whole[1:], whole[:4] + b"\1" + whole[5:]):
         file.write_bytes(broken)
         assert gguf_text(file, LICENCE) is None
+    length = whole.index(b"some.uint8") - 8
+    file.write_bytes(whole[:length] + b"\xff" * 8 + whole[length + 8 :])
+    assert gguf_text(file, LICENCE) is None
     kind = whole.index(LICENCE.encode()) + len(LICENCE)
     file.write_bytes(whole[:kind] + b"\x63" + whole[kind + 1 :])
     assert gguf_text(file, "general.name") is None
