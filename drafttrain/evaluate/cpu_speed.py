@@ -3,15 +3,26 @@ several times as slowly as it multiplies float32.
 """
 
 import functools
+import time
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from drafttrain.evaluate.roofline import best_seconds
-
 ROWS, WIDTH = 64, 512
 EMULATED = 2.0
 """Times float32's seconds from which bf16 counts as emulated; with the instructions it is the faster one."""
+
+
+def best_seconds(work: Callable[[], object], repeats: int) -> float:
+    """The shortest of some calls, after one that is not counted."""
+    work()
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
 
 
 @functools.cache

@@ -3,8 +3,7 @@
 T(n tokens, B rows, S cached) = max((W + B S kv) / bandwidth, 2 P n B / FLOPs) + overhead (Williams et al. 2009).
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PretrainedConfig
 from drafttrain.drafts.eagle3_config import Eagle3Config
 from drafttrain.errors import UserError
 from drafttrain.evaluate.cost import CostModel, break_even, tau_at
+from drafttrain.evaluate.cpu_speed import best_seconds, bf16_is_emulated
 
 
 class RooflineError(UserError):
@@ -64,29 +64,17 @@ def find_device(name: str) -> Device:
 
 def measure_cpu(megabytes: int = 256, width: int = 1024, repeats: int = 5) -> Device:
     """This machine, with torch's threads: the best of some copies of a block and of some products in bf16 or, where
-    that is emulated, in float32: the faster of the two.
+    that is emulated, in float32.
     """
     source = torch.ones(megabytes * 2**20 // 4)
     copy = torch.empty_like(source)
-
-    def product(size: int, dtype: torch.dtype) -> float:
-        left = torch.ones(size, size, dtype=dtype)
-        return best_seconds(lambda: left @ left, repeats)
-
-    dtype = min((torch.bfloat16, torch.float32), key=lambda dtype: product(width // 4, dtype))
+    left = torch.ones(width, width, dtype=torch.float32 if bf16_is_emulated() else torch.bfloat16)
     moved, operations = 2 * source.numel() * 4, 2 * width**3
-    return Device("cpu", moved / best_seconds(lambda: copy.copy_(source), repeats), operations / product(width, dtype))
-
-
-def best_seconds(work: Callable[[], object], repeats: int) -> float:
-    """The shortest of some calls, after one that is not counted."""
-    work()
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return Device(
+        "cpu",
+        moved / best_seconds(lambda: copy.copy_(source), repeats),
+        operations / best_seconds(lambda: left @ left, repeats),
+    )
 
 
 LAYER_SECONDS = 30e-6

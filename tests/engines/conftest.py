@@ -35,23 +35,9 @@ def python() -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def gemma():
-    """Gemma 3 270M as drafts are trained on it: in bf16; in float32 on a CPU that emulates that."""
-    from drafttrain.demo import demo_dtype, demo_target
-
-    return demo_target(demo_dtype())
-
-
-@pytest.fixture(scope="session")
-def gemma_exact(gemma):
-    """The same in fp32: in bf16 texts part at ties, and acceptance is then that of different texts."""
-    return gemma if gemma.dtype == torch.float32 else load_target(str(gemma.folder), dtype="float32")
-
-
-@pytest.fixture(scope="session")
-def gemma_prompts(gemma_exact) -> list[list[int]]:
-    return [list(ids) for ids in prompt_ids(gemma_exact.tokenizer, 8, 1)]
+@pytest.fixture(scope="module")
+def gemma_prompts(gemma) -> list[list[int]]:
+    return [list(ids) for ids in prompt_ids(gemma.tokenizer, 8, 1)]
 
 
 class Trained:
@@ -104,7 +90,7 @@ class Trained:
         )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trained(gemma, tmp_path_factory) -> Trained:
     return Trained(tmp_path_factory.mktemp("gemma"), gemma)
 

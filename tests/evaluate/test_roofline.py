@@ -10,6 +10,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from drafttrain.evaluate import roofline
 from drafttrain.evaluate.elsewhere import print_rooflines, rooflines
 from drafttrain.evaluate.roofline import (
     DEVICES,
@@ -17,7 +18,6 @@ from drafttrain.evaluate.roofline import (
     ModelShape,
     Roofline,
     RooflineError,
-    best_seconds,
     eagle3_shapes,
     find_device,
     layer_seconds_on,
@@ -178,11 +178,15 @@ def test_layers_take_their_time():
     assert roofline.seconds(ModelShape(fixed=10, kv=((4, None), (4, None))), 1) == pytest.approx(20 + 3 + 2 * 5)
 
 
-def test_a_cpu_counts_in_the_dtype_that_it_multiplies_faster():
+@pytest.mark.parametrize(("emulated", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_a_cpu_counts_in_the_dtype_that_it_multiplies_faster(emulated, dtype, monkeypatch):
     """Without bf16 instructions float32 is several times as fast, and what training there should be set to."""
-    left = torch.ones(256, 256)
-    float32 = 2 * 256**3 / best_seconds(lambda: left @ left, 10)
-    assert measure_cpu(16, 256, 10).flops > 0.5 * float32
+    timed = []
+    monkeypatch.setattr(roofline, "bf16_is_emulated", lambda: emulated)
+    monkeypatch.setattr(roofline, "best_seconds", lambda work, repeats: timed.append(work()) or 0.5)
+    device = measure_cpu(1, 16, 3)
+    assert [result.shape for result in timed] == [(2**18,), (16, 16)] and timed[1].dtype == dtype
+    assert (device.bandwidth, device.flops) == (2 * 2**20 / 0.5, 2 * 16**3 / 0.5)
 
 
 def test_what_a_layer_is_assumed_to_take_is_printed():
